@@ -8,47 +8,12 @@ may own threads that only move bytes; they hold no protocol state.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from enum import Enum
 from typing import Any, Protocol
 
-from attrs import frozen
-
 from kvx.core.events import Fenced, Forbidden, OpDone, OpFailed
-from kvx.core.model import Descriptors, InstanceInfo, Op, Peer, Region, Stamp
+from kvx.core.model import Access, Capabilities, Descriptors, FenceScope, InstanceInfo, Op, Peer, Region, Stamp
 
 Completion = OpDone | OpFailed | Forbidden | Fenced
-
-
-class Access(Enum):
-    """Who checks an incoming operation.
-
-    GRANT: the target checks each frame against what it permitted; `forbid` acts at once.
-    REGION: an authenticated peer can reach any byte of a registered region (RDMA).
-    """
-
-    GRANT = "grant"
-    REGION = "region"
-
-
-class FenceScope(Enum):
-    """What `fence` can cut off: nothing, one peer, or only all peers at once."""
-
-    NONE = "none"
-    PEER = "peer"
-    ALL = "all"
-
-
-@frozen
-class Capabilities:
-    """What this transport can do; the endpoint's moves depend on it."""
-
-    ops: frozenset[Op]
-    access: Access
-    fence: FenceScope
-    cancel: bool
-    memory: frozenset[str] = frozenset({"cpu"})
-    max_descriptors: int = 1 << 20
-    max_in_flight: int = 64
 
 
 class Transport(Protocol):
@@ -114,3 +79,5 @@ TransportFactory = Callable[[Mapping[str, Any]], Transport]
 Beside the operator's own keys the section has `listen_host` (where to listen: loopback by default),
 `advertise_host` (what peers dial), `secret` (bytes, empty: none) and `peer` (text, this rank's name).
 """
+
+__all__ = ["Access", "Capabilities", "Completion", "FenceScope", "Transport", "TransportFactory"]

@@ -339,6 +339,38 @@ class Descriptors:
         return list(zip(self.region.tolist(), self.offset.tolist(), self.length.tolist(), strict=True))
 
 
+class Access(Enum):
+    """Who checks an incoming operation.
+
+    GRANT: the target checks each frame against what it permitted; `forbid` acts at once.
+    REGION: an authenticated peer can reach any byte of a registered region (RDMA).
+    """
+
+    GRANT = "grant"
+    REGION = "region"
+
+
+class FenceScope(Enum):
+    """What `fence` can cut off: nothing, one peer, or only all peers at once."""
+
+    NONE = "none"
+    PEER = "peer"
+    ALL = "all"
+
+
+@frozen
+class Capabilities:
+    """What a transport can do; the endpoint's moves depend on it."""
+
+    ops: frozenset[Op]
+    access: Access
+    fence: FenceScope
+    cancel: bool
+    memory: frozenset[str] = frozenset({"cpu"})
+    max_descriptors: int = 1 << 20
+    max_in_flight: int = 64
+
+
 @frozen
 class Outcome:
     """How a transfer ended on one rank: exactly one per transfer and rank (R7).
