@@ -62,7 +62,7 @@ PROOF_BYTES = 32
 _TICKET_PREFIX = "kvx1."
 
 
-class _Frame(msgspec.Struct, array_like=True):
+class _Frame(msgspec.Struct, array_like=True, frozen=True):
     version: Count
     kind: Count
     from_epoch: Epoch
