@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import ipaddress
+import json
 import math
 import os
 import re
@@ -17,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from attrs import Attribute, evolve, field, fields, frozen
+from attrs import Attribute, Factory, evolve, field, fields, frozen
 
 from kvx.address import format_address, is_loopback, is_wildcard, parse_address, parse_ip
 from kvx.core.errors import ConfigError
@@ -109,7 +110,13 @@ def _network(text: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
 
 
 def _option(default: Any, check: Check, text: str, **more: Any) -> Any:
-    return field(default=default, validator=check, metadata={"help": text}, **more)
+    plain = default.decode() if isinstance(default, bytes) else default
+    return field(default=default, validator=check, metadata={"help": text, "default": f"`{json.dumps(plain)}`"}, **more)
+
+
+def _as(other: str, check: Check, text: str) -> Any:
+    default = Factory(lambda self: getattr(self, other), takes_self=True)
+    return field(default=default, validator=check, metadata={"help": text, "default": f"as `{other}`"})
 
 
 _text = _type(str, "a text")
@@ -125,17 +132,10 @@ class Options:
     """What an operator can say. All times are seconds. A value that cannot work raises ConfigError."""
 
     listen: str = _option("127.0.0.1:5700", _address, "Where the control channel listens; rank i at port + i.")
-    advertise: str = field(
-        validator=_address,
-        metadata={
-            "help": "What peers and routers dial, put into Hello, grants and tickets; rank i at port + i.",
-            "default": "as listen",
-        },
+    advertise: str = _as(
+        "listen", _address, "What peers and routers dial, put into Hello, grants and tickets; rank i at port + i."
     )
-    instance: str = field(
-        validator=_text,
-        metadata={"help": "Name of this instance, the same after a restart.", "default": "as advertise"},
-    )
+    instance: str = _as("advertise", _text, "Name of this instance, the same after a restart.")
     secret: bytes = _option(
         b"",
         _type(bytes, "a text"),
@@ -157,7 +157,9 @@ class Options:
     tls_ca: str = _option("", _text, "Not available in this version: setting it is refused.")
 
     mode: str = _option(
-        "auto", _choice("auto", "push", "pull"), "`auto` does what a request asks for; `push` or `pull` refuses the other."
+        "auto",
+        _choice("auto", "push", "pull"),
+        "`auto` does what a request asks for; `push` or `pull` refuses the other.",
     )
     transports: tuple[str, ...] = _option(
         ("tcp",), _names, "Transports by preference: names of plugins, or `package.module:factory`.", converter=_split
@@ -169,7 +171,9 @@ class Options:
         "none", _choice("none", "crc"), "`crc`: both ends compare a digest of the moved bytes (host memory)."
     )
     max_held_fraction: float = _option(
-        0.5, _number(0.01, 1.0), "Share of the block pool that transfers may hold at once; above it new ones are refused."
+        0.5,
+        _number(0.01, 1.0),
+        "Share of the block pool that transfers may hold at once; above it new ones are refused.",
     )
 
     lease_s: float = _seconds(30, 600, "How long granted blocks are kept without a renewal.")
@@ -187,16 +191,10 @@ class Options:
     ack_wait_s: float = _seconds(10, 600, "How long Done waits for its Ack.")
     handshake_s: float = _seconds(10, 120, "Longest time to open and authenticate a control connection.")
 
-    event_log: str = _option("", _text, "File to which each rank appends one JSON line per finished transfer. Empty: none.")
+    event_log: str = _option(
+        "", _text, "File to which each rank appends one JSON line per finished transfer. Empty: none."
+    )
     allow_untested_engine: bool = _option(False, _flag, "Run in an engine version that kvx was not tested with.")
-
-    @advertise.default
-    def _same_as_listen(self) -> str:
-        return self.listen
-
-    @instance.default
-    def _same_as_advertise(self) -> str:
-        return self.advertise
 
     def __attrs_post_init__(self) -> None:
         _check_together(self)
@@ -212,7 +210,7 @@ class Options:
         given = dict(settings or {})
         named = given.pop("config", "")
         path = variables.get("KVX_CONFIG") or named
-        values = _known(_read_toml(path), f"file {path}") if path else {}
+        values: dict[str, Any] = _known(_read_toml(path), f"file {path}") if path else {}
         for source in (_known(given, "the engine's kvx settings"), _from_env(variables)):
             sections = {**values.get("sections", {})}
             for name, part in source.get("sections", {}).items():
@@ -290,7 +288,8 @@ def _check_together(options: Options) -> None:
         )
     if not is_loopback(listen) and not options.secret and not options.insecure:
         raise ConfigError(
-            f"option listen is {options.listen!r}, beyond loopback, without a secret: set secret_file, or insecure = true"
+            f"option listen is {options.listen!r}, which is beyond loopback, and there is no secret: "
+            "set secret_file, or insecure = true in a closed test network"
         )
     if not 1 <= len(options.instance) <= 256:
         raise _refuse("instance", options.instance, "1 to 256 characters")
@@ -298,7 +297,9 @@ def _check_together(options: Options) -> None:
         raise ConfigError("option transports is empty: name at least one, such as tcp")
     for name in options.sections:
         if name not in options.transports:
-            raise ConfigError(f"there are options for {name!r}, which is not in transports ({', '.join(options.transports)})")
+            raise ConfigError(
+                f"there are options for {name!r}, which is not in transports ({', '.join(options.transports)})"
+            )
     if options.lease_s / 3 + options.lost_s >= options.lease_s:
         raise ConfigError(
             f"lease_s / 3 + lost_s has to be less than lease_s, or one lost connection ends a lease: "
@@ -412,18 +413,5 @@ def reference() -> str:
     for name, attribute in _OPTIONS.items():
         if name == "sections":
             continue
-        default = attribute.metadata.get("default") or f"`{_show(attribute.default)}`"
-        rows.append(f"| `{name}` | {default} | {attribute.metadata['help']} |")
+        rows.append(f"| `{name}` | {attribute.metadata['default']} | {attribute.metadata['help']} |")
     return "\n".join(rows) + "\n"
-
-
-def _show(value: object) -> str:
-    match value:
-        case bool():
-            return str(value).lower()
-        case tuple():
-            return "[" + ", ".join(f'"{part}"' for part in value) + "]"
-        case bytes() | str():
-            return '""' if not value else f'"{value!s}"'
-        case _:
-            return f"{value:g}" if isinstance(value, int | float) else str(value)

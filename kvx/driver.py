@@ -68,6 +68,7 @@ class Dialect(Protocol):
 
         `transfer` is the id of this attempt; in pull it is not used, since the producer draws one.
         """
+        ...
 
     def decode_leg(
         self,
@@ -82,15 +83,19 @@ class Dialect(Protocol):
 
         Pull needs the prefill instance's answer, push its control address; without it KvxError.
         """
+        ...
 
     def ticket(self, prefill_answer: Mapping[str, Any]) -> str | None:
         """The text of the ticket in a prefill answer, with which it can be released; None: there is none."""
+        ...
 
     def probe_request(self, model: str) -> dict[str, Any]:
         """A body that makes an instance answer with its Probe and costs one token."""
+        ...
 
     def read_probe(self, answer: Mapping[str, Any]) -> Probe:
         """The Probe in that answer. Raises RemoteProtocolError where it is missing or malformed."""
+        ...
 
 
 class EngineDriver(Protocol):
@@ -102,9 +107,12 @@ class EngineDriver(Protocol):
     @property
     def tested(self) -> str:
         """The versions that kvx is tested with, such as `0.32.*`."""
+        ...
 
     def installed(self) -> str | None:
         """The engine's version in this environment, without importing it; None: it is not here."""
+        ...
 
     def launch(self, server: Server) -> Launch:
         """Raises ConfigError where the server cannot be started so."""
+        ...

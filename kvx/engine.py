@@ -21,15 +21,19 @@ class EngineInstance(Protocol):
 
     def put(self, events: Sequence[EngineEvent]) -> None:
         """Hand over one batch of events; never blocks. One call per engine step or layer."""
+        ...
 
     def news(self) -> list[News]:
         """Everything that happened since the last call, in order; never blocks."""
+        ...
 
     def snapshot(self) -> dict[str, object]:
         """Counters and open transfers, for status pages and tests."""
+        ...
 
     def close(self) -> None:
         """Stop the runtime thread and close every socket; bounded; may be called twice."""
+        ...
 
 
 __all__ = [

@@ -11,7 +11,7 @@ import importlib
 import importlib.metadata
 import logging
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import pluggy
 from attrs import define, field
@@ -74,7 +74,9 @@ class Plugins:
         except (ConfigError, PluginError, TransportError):
             raise
         except ImportError as error:
-            raise PluginError(f"transport {name!r} needs something that is not installed: {error}. {_hint(name)}") from error
+            raise PluginError(
+                f"transport {name!r} needs something that is not installed: {error}. {_hint(name)}"
+            ) from error
 
     def drivers(self) -> dict[str, EngineDriver]:
         """The drivers of all engines, by name."""
@@ -110,7 +112,7 @@ class Plugins:
         for name, manager in self._plugins.items():
             try:
                 manager.hook.kvx_transfer_finished(outcome=outcome)
-            except Exception:
+            except Exception:  # noqa: BLE001 - foreign code must not fail its host
                 self.observer_errors += 1
                 _log.exception("plugin %r failed in kvx_transfer_finished", name)
 
@@ -119,8 +121,8 @@ class Plugins:
         for name in self.names:
             try:
                 answer = getattr(self._plugins[name].hook, hook)(**arguments)
-            except Exception as error:
-                self._break(name, f"{hook} raised {type(error).__name__}: {error}", error)
+            except Exception as error:  # noqa: BLE001 - foreign code must not fail its host
+                self.set_aside(name, f"{hook} raised {type(error).__name__}: {error}", error)
                 continue
             for one in answer if isinstance(answer, list) else [answer]:
                 if one is not None:
@@ -129,15 +131,16 @@ class Plugins:
     def _named(self, plugin: str, things: Any) -> dict[str, Any]:
         """What a plugin offers, where the names are its own; others could hide another plugin's."""
         if not isinstance(things, Mapping):
-            self._break(plugin, f"it gave {type(things).__name__} where names and values belong")
+            self.set_aside(plugin, f"it gave {type(things).__name__} where names and values belong")
             return {}
         foreign = [name for name in things if name != plugin and not str(name).startswith(f"{plugin}-")]
         if foreign:
-            self._break(plugin, f"it offers {foreign[0]!r}, but its names are {plugin!r} and {plugin + '-...'!r}")
+            self.set_aside(plugin, f"it offers {foreign[0]!r}, but its names are {plugin!r} and {plugin + '-...'!r}")
             return {}
         return dict(things)
 
-    def _break(self, name: str, text: str, cause: BaseException | None = None) -> None:
+    def set_aside(self, name: str, text: str, cause: BaseException | None = None) -> None:
+        """Count a plugin as broken and ask it nothing any more."""
         error = PluginError(f"plugin {name!r} is broken: {text}")
         error.__cause__ = cause
         self.broken[name] = error
@@ -148,7 +151,9 @@ class Plugins:
         for plugin, error in self.broken.items():
             if name == plugin or name.startswith(f"{plugin}-"):
                 return error
-        return PluginError(f"there is no {kind} {name!r} here, only: {', '.join(sorted(known)) or 'none'}. {_hint(name)}")
+        return PluginError(
+            f"there is no {kind} {name!r} here, only: {', '.join(sorted(known)) or 'none'}. {_hint(name)}"
+        )
 
 
 def load() -> Plugins:
@@ -159,8 +164,10 @@ def load() -> Plugins:
             plugins.add(entry.name, entry.load())
         except PluginError as error:
             plugins.broken[entry.name] = error
-        except (Exception, SystemExit) as error:
-            plugins._break(entry.name, f"{entry.value} raised {type(error).__name__}: {error}. {_hint(entry.name)}", error)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - foreign code must not fail its host
+            plugins.set_aside(
+                entry.name, f"{entry.value} raised {type(error).__name__}: {error}. {_hint(entry.name)}", error
+            )
     return plugins
 
 
@@ -177,8 +184,7 @@ def _import_factory(name: str) -> TransportFactory:
         raise PluginError(f"transport {name!r} cannot be imported: {error}") from error
     if not callable(factory):
         raise PluginError(f"transport {name!r} is not a factory: it cannot be called")
-    made: TransportFactory = factory
-    return made
+    return cast(TransportFactory, factory)
 
 
 def _hint(name: str) -> str:

@@ -25,12 +25,15 @@ class Transport(Protocol):
     @property
     def idle_poll_s(self) -> float | None:
         """How often `poll` must be called while operations are in flight; None: `fileno` tells."""
+        ...
 
     def register(self, regions: Sequence[Region]) -> None:
         """Make these regions reachable. Called once, before anything else. Raises TransportError."""
+        ...
 
     def metadata(self) -> bytes:
         """What a peer's `connect` needs; travels in Hello's body. Raises TransportError."""
+        ...
 
     def connect(self, info: InstanceInfo, metadata: bytes) -> None:
         """Learn of a peer (again after each handshake). Invalid metadata raises TransportError.
@@ -38,9 +41,11 @@ class Transport(Protocol):
         May open connections later, when the first operation is posted; a failure to do so
         fails that operation, not this call.
         """
+        ...
 
     def permit(self, transfer: str, peer: Peer | None, op: Op, ranges: Descriptors, stamp: Stamp) -> None:
         """Allow `op` on these ranges to operations that show `stamp` (peer None: whoever they are from)."""
+        ...
 
     def forbid(self, transfer: str) -> None:
         """End every permission of the transfer; `Forbidden` follows from `poll` when it is in force.
@@ -48,6 +53,7 @@ class Transport(Protocol):
         With `access = grant` it follows at once and no byte lands afterwards. With
         `access = region` the transport cannot do this and reports nothing.
         """
+        ...
 
     def post(self, op_id: int, peer: Peer, op: Op, local: Descriptors, remote: Descriptors, stamp: Stamp) -> None:
         """Start an operation. Exactly one of OpDone and OpFailed follows, whatever happens (R14).
@@ -56,21 +62,27 @@ class Transport(Protocol):
         is answered by OpFailed too, never by an exception. Back-pressure is the transport's:
         more posts than fit are queued in order.
         """
+        ...
 
     def cancel(self, op_id: int) -> None:
         """Ask for the end of an operation; OpDone or OpFailed tells when nothing can land any more."""
+        ...
 
     def fence(self, peer: Peer, generation: int) -> None:
         """Refuse this peer's operations of generations below `generation`; Fenced follows where possible."""
+        ...
 
     def poll(self) -> list[Completion]:
         """Move bytes that can be moved now, and tell what ended. Never blocks; bounded work per call."""
+        ...
 
     def fileno(self) -> int | None:
         """A descriptor that becomes readable when `poll` has something to do (an epoll is one)."""
+        ...
 
     def close(self) -> None:
         """Give up everything; operations in flight are dropped without a completion."""
+        ...
 
 
 TransportFactory = Callable[[Mapping[str, Any]], Transport]
