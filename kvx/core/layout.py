@@ -12,17 +12,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 
 import numpy as np
-from attrs import define, field, frozen
+from attrs import field, frozen
 from numpy.typing import NDArray
 
+from kvx.core.blocks import Coverage, check_blocks, ids_flaw, window
 from kvx.core.errors import LayoutMismatch, LocalProtocolError
-from kvx.core.model import BlockTable, CacheGroup, Descriptors, LayerSpec, Layout, Packing, Part, Role
+from kvx.core.model import CacheGroup, Descriptors, LayerSpec, Layout, Packing, Part, Role
+
+__all__ = ["Coverage", "LegPlan", "Pair", "check", "check_blocks", "pairs", "plan_leg", "window"]
 
 Ints = NDArray[np.int64]
 
 MAX_RANKS = 65536
+MAX_POSITION = 2**40
 MAX_EXTENT = 2**62
-"""Bytes of one layer: every sum of an offset and a length fits in an int64."""
+"""Bytes of one layer. With these bounds no position and no offset overflows an int64."""
 
 
 # ------------------------------------------------------------------------------- checks
@@ -103,45 +107,6 @@ def _check_layer(group: CacheGroup, layer: LayerSpec, other: CacheGroup, twin: L
     if uneven or layer.block_bytes * cells[1] != twin.block_bytes * cells[0]:
         sizes = [f"{spec.block_bytes} in {n}" for spec, n in zip((layer, twin), cells, strict=True)]
         raise LayoutMismatch(f"bytes and pieces of a block of layer {layer.name!r}", *sizes)
-
-
-def check_blocks(layout: Layout, first: Sequence[int], blocks: BlockTable, tokens: int) -> str | None:
-    """What is out of bounds in blocks of `layout` that are to be a prompt's tail, or None.
-
-    `first` gives per group the position of the first block; a group of no blocks is always
-    allowed, otherwise its blocks end with the prompt of `tokens` tokens.
-    """
-    if not len(layout.groups) == len(first) == len(blocks.groups):
-        return f"{len(first)} positions and {len(blocks.groups)} block lists for {len(layout.groups)} groups"
-    for group, start, ids in zip(layout.groups, first, blocks.groups, strict=True):
-        end = _end(group, tokens)
-        if flaw := _ids_flaw(ids, layout.num_blocks):
-            return f"groups[{group.index}]: {flaw}"
-        if not 0 <= start <= end - len(ids) or (ids and start + len(ids) != end):
-            return f"groups[{group.index}]: {len(ids)} blocks from position {start} do not end at {end}"
-    return None
-
-
-def _ids_flaw(ids: Sequence[int], num_blocks: int) -> str | None:
-    if ids and not 0 <= min(ids) <= max(ids) < num_blocks:
-        return f"block ids {min(ids)}..{max(ids)} are not all below {num_blocks}"
-    return "a block comes twice" if len(set(ids)) != len(ids) else None
-
-
-def window(first: Sequence[int], owner: Layout, other: Layout, tokens: int) -> tuple[int, ...]:
-    """First positions per group, given in the owner's blocks, in blocks of the other side.
-
-    Rounded down to whole blocks. A position behind the owner's last block ("nothing")
-    becomes the one behind the other side's last block.
-    """
-    return tuple(
-        _end(there, tokens) if start >= _end(here, tokens) else start * here.block_size // there.block_size
-        for start, here, there in zip(first, owner.groups, other.groups, strict=True)
-    )
-
-
-def _end(group: CacheGroup, tokens: int) -> int:
-    return -(-tokens // group.block_size)
 
 
 # -------------------------------------------------------------------------------- pairs
@@ -290,7 +255,7 @@ class _Side:
     def lookup(self, part: Part, positions: Ints) -> Ints:
         """Where units of the request lie in the pool, counted in units."""
         ids = part.blocks.groups[self.group]
-        if flaw := _ids_flaw(ids, self.num_blocks):
+        if flaw := ids_flaw(ids, self.num_blocks):
             raise LocalProtocolError(f"groups[{self.group}]: {flaw}")
         block, within = np.divmod(positions, self.grid.ratio)
         blocks: Ints = np.array(ids, np.int64)[block - part.first[self.group]]
@@ -402,6 +367,8 @@ class LegPlan:
         for part in parts:
             if not len(part.first) == len(part.blocks.groups) == self._groups:
                 raise LocalProtocolError(f"a part has {len(part.blocks.groups)} block lists for {self._groups} groups")
+            if any(not 0 <= first <= MAX_POSITION for first in part.first):
+                raise LocalProtocolError(f"first positions {part.first} of a part are out of bounds")
 
 
 _NOTHING = Descriptors.of(())
@@ -462,7 +429,7 @@ def plan_leg(producer: Layout, consumer: Layout) -> LegPlan:
         )
         shares.append(share)
         number += len(layers)
-        text += [ours.index, first, count, names, share.sides[Role.PRODUCER].cell.tolist()]
+        text += [ours.index, share.unit, first, count, names, share.sides[Role.PRODUCER].cell.tolist()]
         text += [(grid.ratio, grid.cells, grid.step, grid.inner.tolist(), grid.length) for grid in grids]
     digest = hashlib.blake2b(repr(text).encode(), digest_size=16).hexdigest()
     return LegPlan(digest, not shares, len(producer.groups), tuple(shares))
@@ -470,91 +437,3 @@ def plan_leg(producer: Layout, consumer: Layout) -> LegPlan:
 
 def _first_head(group: CacheGroup, layout: Layout) -> int:
     return 0 if group.replicated else layout.tp_rank * group.total_heads // layout.tp_size
-
-
-# ----------------------------------------------------------------------------- coverage
-
-
-class _Spans:
-    """A set of positions as sorted, disjoint, not touching half-open ranges."""
-
-    def __init__(self) -> None:
-        self._ranges: list[tuple[int, int]] = []
-
-    def overlaps(self, low: int, high: int) -> bool:
-        return any(low < stop and start < high for start, stop in self._ranges)
-
-    def add(self, low: int, high: int) -> None:
-        apart = [(start, stop) for start, stop in self._ranges if stop < low or high < start]
-        touching = [(start, stop) for start, stop in self._ranges if not (stop < low or high < start)]
-        low = min([low, *(start for start, _ in touching)])
-        high = max([high, *(stop for _, stop in touching)])
-        self._ranges = sorted([*apart, (low, high)])
-
-    def tail(self, end: int) -> int:
-        """The smallest position from which on everything before `end` is in the set."""
-        return self._ranges[-1][0] if self._ranges and self._ranges[-1][1] == end else end
-
-    def __len__(self) -> int:
-        return sum(stop - start for start, stop in self._ranges)
-
-
-@define(eq=False)
-class Coverage:
-    """What one side has handed over so far of its own blocks for a prompt of `tokens` tokens."""
-
-    layout: Layout
-    tokens: int
-    _layers: dict[str, _Spans] = field(init=False, factory=dict)
-    _groups: list[_Spans] = field(init=False)
-
-    def __attrs_post_init__(self) -> None:
-        self._layers = {layer.name: _Spans() for group in self.layout.groups for layer in group.layers}
-        self._groups = [_Spans() for _ in self.layout.groups]
-
-    def add(self, part: Part) -> None:
-        """Note a part. Raises LocalProtocolError, and changes nothing, if it cannot be right.
-
-        That is: an unknown layer, another number of groups, a block id out of bounds or given
-        twice, a position behind the prompt, or one that its layer has had before.
-        """
-        groups = self.layout.groups
-        if not len(part.first) == len(part.blocks.groups) == len(groups):
-            raise LocalProtocolError(f"a part has {len(part.blocks.groups)} block lists for {len(groups)} groups")
-        named = self._layers.keys() if part.layers is None else set(part.layers)
-        if unknown := named - self._layers.keys():
-            raise LocalProtocolError(f"this rank has no layer {min(unknown)!r}")
-        added: list[tuple[_Spans, int, int]] = []
-        for group, start, ids, whole in zip(groups, part.first, part.blocks.groups, self._groups, strict=True):
-            stop = start + len(ids)
-            if flaw := _ids_flaw(ids, self.layout.num_blocks):
-                raise LocalProtocolError(f"groups[{group.index}]: {flaw}")
-            if not ids:
-                continue
-            if not 0 <= start < stop <= _end(group, self.tokens):
-                raise LocalProtocolError(f"groups[{group.index}]: positions {start}..{stop - 1} are not in the prompt")
-            layers = [layer.name for layer in group.layers if layer.name in named]
-            for name in layers:
-                if self._layers[name].overlaps(start, stop):
-                    raise LocalProtocolError(f"layer {name!r} had some of positions {start}..{stop - 1} before")
-            if layers or not group.layers:
-                added += [(spans, start, stop) for spans in (whole, *(self._layers[name] for name in layers))]
-        for spans, start, stop in added:
-            spans.add(start, stop)
-
-    def first(self) -> tuple[int, ...]:
-        """Per group the position from which on all its layers are complete; behind the last one if none is.
-
-        A group of which this rank has no layer counts with the blocks alone.
-        """
-        return tuple(
-            max(
-                spans.tail(_end(group, self.tokens)) for spans in (whole, *(self._layers[x.name] for x in group.layers))
-            )
-            for group, whole in zip(self.layout.groups, self._groups, strict=True)
-        )
-
-    @property
-    def blocks(self) -> int:
-        """The number of blocks of which at least one layer was handed over."""
-        return sum(map(len, self._groups))
