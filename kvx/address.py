@@ -5,28 +5,33 @@ from __future__ import annotations
 import ipaddress
 import re
 
+from kvx.core.errors import ConfigError
+
 IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
+MAX_LENGTH = 300
 _HOST_NAME = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)(\.(?!-)[A-Za-z0-9_-]{1,63}(?<!-))*\.?")
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """Host (without brackets) and port (0 to 65535) of `text`. Raises ValueError that says what is wrong."""
+    """Host (without brackets) and port (0 to 65535) of `text`. Raises ConfigError that says what is wrong."""
+    if len(text) > MAX_LENGTH:
+        raise ConfigError(f"{text[:MAX_LENGTH]!r}... is longer than any address")
     host, separator, port = text.rpartition(":")
     if not separator or not host:
-        raise ValueError(f"{text!r} is not HOST:PORT")
+        raise ConfigError(f"{text!r} is not HOST:PORT")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
-        if not isinstance(parse_ip(host), ipaddress.IPv6Address):
-            raise ValueError(f"{text!r}: only an IPv6 address stands in square brackets")
+        if ":" not in host or parse_ip(host) is None:
+            raise ConfigError(f"{text!r}: only an IPv6 address stands in square brackets")
     elif ":" in host:
-        raise ValueError(f"{text!r}: an IPv6 address needs square brackets, as in [::1]:5700")
+        raise ConfigError(f"{text!r}: an IPv6 address needs square brackets, as in [::1]:5700")
     elif re.fullmatch(r"[0-9.]+", host) and parse_ip(host) is None:
-        raise ValueError(f"{text!r}: {host!r} is not an IPv4 address")
-    elif len(host) > 253 or _HOST_NAME.fullmatch(host) is None:
-        raise ValueError(f"{text!r}: {host!r} is not a host name")
+        raise ConfigError(f"{text!r}: {host!r} is not an IPv4 address")
+    elif _HOST_NAME.fullmatch(host) is None:
+        raise ConfigError(f"{text!r}: {host!r} is not a host name")
     if not re.fullmatch(r"[0-9]{1,5}", port) or int(port) > 65535:
-        raise ValueError(f"{text!r}: {port!r} is not a port (0 to 65535)")
+        raise ConfigError(f"{text!r}: {port!r} is not a port (0 to 65535)")
     return host, int(port)
 
 

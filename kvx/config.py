@@ -47,7 +47,7 @@ def _number(low: float, high: float, unit: str = "") -> Check:
 
     def check(_: Any, attribute: Attribute[Any], value: object) -> None:
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise _refuse(attribute.name, value, f"a number{unit}")
+            raise _refuse(attribute.name, value, "a number" + (" of" + unit if unit else ""))
         if not low <= value <= high:
             hint = " (were milliseconds meant?)" if unit and value > high else ""
             raise _refuse(attribute.name, value, f"between {low:g} and {high:g}{unit}{hint}")
@@ -68,7 +68,7 @@ def _address(_: Any, attribute: Attribute[Any], value: object) -> None:
         raise _refuse(attribute.name, value, "a text HOST:PORT")
     try:
         _, port = parse_address(value)
-    except ValueError as error:
+    except ConfigError as error:
         raise ConfigError(f"option {attribute.name}: {error}") from None
     if port == 0:
         raise _refuse(attribute.name, value, "HOST:PORT with a port that peers can know before it is opened, not 0")
@@ -247,7 +247,7 @@ class Options:
         """Whether a request may name `address` as its peer (option `peers`; without a secret loopback only)."""
         try:
             host, _ = parse_address(address)
-        except ValueError:
+        except ConfigError:
             return False
         if is_loopback(host):
             return not self.peers or any(peer == "any" or _covers(peer, host) for peer in self.peers)
