@@ -1,4 +1,9 @@
-"""kvx moves the KV cache of LLM requests between prefill and decode instances, by push or by pull."""
+"""kvx moves the KV cache of LLM requests between prefill and decode instances, by push or by pull.
+
+Engines import this package in each of their processes, so it holds what is cheap: the errors and
+the version. Options are in `kvx.config`, the protocol's values in `kvx.core.model`, and
+`kvx.instance.open_instance` is where an adapter begins.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +16,6 @@ from kvx.core.errors import (
     RemoteProtocolError,
     TransportError,
 )
-from kvx.core.model import Mode, Outcome, Reason, Released
 
 __version__ = "0.1.0"
 
@@ -20,11 +24,7 @@ __all__ = [
     "KvxError",
     "LayoutMismatch",
     "LocalProtocolError",
-    "Mode",
-    "Outcome",
     "PluginError",
-    "Reason",
-    "Released",
     "RemoteProtocolError",
     "TransportError",
     "__version__",

@@ -9,13 +9,16 @@ order of their names; one that raises is reported and left out, the others go on
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import pluggy
 
-from kvx.core.model import InstanceInfo, Mode, Outcome
-from kvx.driver import EngineDriver, RequestInfo
-from kvx.transport import TransportFactory
+if TYPE_CHECKING:  # a plugin's module imports this one, and shall cost its host next to nothing
+    from collections.abc import Mapping
+
+    from kvx.core.model import InstanceInfo, Mode, Outcome
+    from kvx.driver import EngineDriver, RequestInfo
+    from kvx.transport import TransportFactory
 
 hookspec = pluggy.HookspecMarker("kvx")
 hookimpl = pluggy.HookimplMarker("kvx")

@@ -11,16 +11,18 @@ import importlib
 import importlib.metadata
 import logging
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import pluggy
 from attrs import define, field
 
 from kvx import hookspecs
 from kvx.core.errors import ConfigError, PluginError, TransportError
-from kvx.core.model import InstanceInfo, Mode, Outcome
-from kvx.driver import EngineDriver, RequestInfo
-from kvx.transport import Transport, TransportFactory
+
+if TYPE_CHECKING:  # loading plugins shall cost their host next to nothing
+    from kvx.core.model import InstanceInfo, Mode, Outcome
+    from kvx.driver import EngineDriver, RequestInfo
+    from kvx.transport import Transport, TransportFactory
 
 GROUP = "kvx"
 _log = logging.getLogger(__name__)
@@ -102,10 +104,7 @@ class Plugins:
 
     def choose_mode(self, request: RequestInfo) -> Mode | None:
         """The first plugin's choice, or None."""
-        for _, choice in self._ask("kvx_choose_mode", request=request):
-            if isinstance(choice, Mode):
-                return choice
-        return None
+        return next((choice for _, choice in self._ask("kvx_choose_mode", request=request)), None)
 
     def transfer_finished(self, outcome: Outcome) -> None:
         """Tell every observer; what they raise is logged and counted in `observer_errors`."""
@@ -184,7 +183,7 @@ def _import_factory(name: str) -> TransportFactory:
         raise PluginError(f"transport {name!r} cannot be imported: {error}") from error
     if not callable(factory):
         raise PluginError(f"transport {name!r} is not a factory: it cannot be called")
-    return cast(TransportFactory, factory)
+    return cast("TransportFactory", factory)
 
 
 def _hint(name: str) -> str:

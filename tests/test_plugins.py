@@ -167,14 +167,14 @@ def test_an_observer_that_fails_is_counted_and_stops_nobody() -> None:
 
 def test_loading_all_plugins_imports_nothing_heavy() -> None:
     program = """
-import sys, time, importlib.metadata
-import attrs, msgspec, numpy, pluggy
+import sys, time
+import attrs, importlib.metadata, logging, msgspec, numpy, pluggy
 before = time.perf_counter()
 import kvx
 from kvx import plugins
 loaded = plugins.load()
-loaded.transports(), loaded.drivers()
 print(f"{(time.perf_counter() - before) * 1e3:.1f} ms, plugins: {loaded.names}")
+loaded.transports(), loaded.drivers()
 assert not loaded.broken, loaded.broken
 heavy = {"torch", "vllm", "sglang", "nixl", "prometheus_client", "pytest", "hypothesis"} & set(sys.modules)
 assert not heavy, heavy
