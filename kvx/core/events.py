@@ -5,7 +5,9 @@ A `link` is an integer that names one control connection of this process; it is 
 
 from __future__ import annotations
 
+import numpy as np
 from attrs import field, frozen
+from numpy.typing import NDArray
 
 from kvx.core.messages import Envelope, Message
 from kvx.core.model import (
@@ -186,6 +188,7 @@ class Introduce:
 
     info: InstanceInfo
     metadata: dict[str, bytes]
+    link: int
 
 
 @frozen
@@ -243,12 +246,15 @@ class Fence:
 
 @frozen
 class Digest:
-    """Sum up these ranges of my memory (R13); `keys` name each piece's place in the request."""
+    """Sum up pieces of my memory (R13); answered by Digested.
+
+    `units` are pairs of pieces and their keys; a key names a piece's place in the request, so
+    the sum does not depend on the order in which parts were moved.
+    """
 
     transfer: str
     peer: Peer
-    ranges: Descriptors = field(repr=False)
-    keys: object = field(repr=False)
+    units: tuple[tuple[Descriptors, NDArray[np.int64]], ...] = field(repr=False)
 
 
 @frozen
