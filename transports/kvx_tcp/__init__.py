@@ -1,0 +1,1 @@
+"""One-sided READ and WRITE over plain TCP, between registered host memory of two processes."""
