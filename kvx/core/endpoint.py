@@ -180,6 +180,11 @@ class Endpoint:
             moments.append(peers)
         return min(moments, default=None)
 
+    @property
+    def busy(self) -> bool:
+        """Whether a transfer is open or a word is still owed."""
+        return bool(self._transfers or self.peers.errands)
+
     def expire(self, now: float) -> list[Action]:
         """Let time pass."""
         self._expire(now)
@@ -692,7 +697,10 @@ class Endpoint:
             return None
         leg = t.leg_of(association.peer)
         if leg is not None and leg.plan is None and not leg.terminal:
-            self._plan(t, leg, association)
+            try:
+                self._plan(t, leg, association)
+            except LayoutMismatch as mismatch:
+                self._fail(t, Reason.LAYOUT, str(mismatch), now)
         return leg
 
     def _on_renew(self, association: Association, transfer: str, now: float) -> None:
@@ -1053,21 +1061,15 @@ class Endpoint:
                 if not t.initiates:
                     self._fence(t, leg, now)
             case State.DONE:
-                self._ended(t, leg)
+                self._accept(t, leg)
             case State.FAILED:
-                self._ended(t, leg)
                 self._tell_failure(t, leg, cause)
             case _:
                 pass
 
-    def _ended(self, t: Transfer, leg: Leg) -> None:
-        if leg.peer is None or t.initiates:
-            if t.mode is Mode.PULL and not t.initiates:
-                self._out.append(Forbid(t.id))
-            return
-        if leg.grant is not None or t.mode is Mode.PULL:
-            self._out.append(Forbid(t.id))
-        if leg.state is State.DONE:
+    def _accept(self, t: Transfer, leg: Leg) -> None:
+        """Target: this leg's bytes are there; its Done is remembered, so that a repeated one gets the same answer."""
+        if not t.initiates and leg.peer is not None:
             t.accepted |= {(leg.peer, leg.epoch)}
             self._ack(leg.peer, t.id, None)
 
@@ -1160,6 +1162,8 @@ class Endpoint:
         """Report what is due, and forget the transfer once nothing more can come of it (R6, R7)."""
         if t.id not in self._transfers:
             return
+        if t.over and t.own is not None:
+            self._out.append(Forbid(t.id))  # before the engine hears: not even a lying peer writes afterwards
         if t.engaged and not t.reported and (t.failed is not None or t.finished) and t.settled:
             t.reported = True
             reason, detail = t.failed or (None, "")

@@ -1,0 +1,279 @@
+"""The I/O shell of one rank: one thread, one selector, around the endpoint.
+
+The engine's thread only appends to a queue and pops from another (R12). The wake descriptor is
+written only while the runtime sleeps, so a busy engine step costs one `deque.append`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import selectors
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from kvx.control import ControlChannel
+from kvx.core.endpoint import Endpoint
+from kvx.core.errors import LocalProtocolError, TransportError
+from kvx.core.events import (
+    Action,
+    Cancel,
+    Connect,
+    Digest,
+    Digested,
+    Disconnect,
+    Drain,
+    EngineEvent,
+    Event,
+    Fence,
+    Forbid,
+    Forbidden,
+    Introduce,
+    Permit,
+    Post,
+    Report,
+    Send,
+)
+from kvx.core.model import InstanceInfo, News, Outcome, Peer
+from kvx.memory import Memory
+from kvx.transport import Access, Transport
+
+CLOSE_S = 2.0
+"""How long `close` lets aborted transfers and last words leave."""
+
+_log = logging.getLogger(__name__)
+
+
+class Runtime:
+    """Runs the endpoint of one rank until `close`.
+
+    `transports` are by name, in the operator's order; `choose` picks the one to a peer;
+    `observe` is told of every outcome, on this thread. Owns all of them and closes them.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        control: ControlChannel,
+        transports: Mapping[str, Transport],
+        memory: Memory,
+        *,
+        choose: Callable[[InstanceInfo], str],
+        observe: Callable[[Outcome], None] = lambda _: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._endpoint = endpoint
+        self._control = control
+        self._transports = transports
+        self._memory = memory
+        self._choose = choose
+        self._observe = observe
+        self._clock = clock
+        self._inbox: deque[Sequence[EngineEvent]] = deque()
+        self._news: deque[News] = deque()
+        self._peer_transport: dict[Peer, str] = {}
+        self._op_transport: dict[int, str] = {}
+        self._forbidding: dict[str, int] = {}
+        self._permitted: dict[str, set[str]] = {}
+        self._asleep = False
+        self._closing: float | None = None
+        self._pid = os.getpid()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.wakeups = 0
+        """Times that the thread has left its wait."""
+        self.errors = 0
+        """Events that ended in an exception; each is logged."""
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._wake, selectors.EVENT_READ)
+        self._selector.register(control.fileno(), selectors.EVENT_READ)
+        for transport in transports.values():
+            descriptor = transport.fileno()
+            if descriptor is not None:
+                self._selector.register(descriptor, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._run, name=f"kvx-{endpoint.info.peer}", daemon=True)
+        self._thread.start()
+
+    # ------------------------------------------------------- the engine's thread
+
+    def put(self, events: Sequence[EngineEvent]) -> None:
+        """Enqueue a batch; never blocks."""
+        self._inbox.append(events)
+        if self._asleep:
+            os.eventfd_write(self._wake, 1)
+
+    def news(self) -> list[News]:
+        """Dequeue everything that was reported; never blocks."""
+        taken = []
+        while self._news:
+            taken.append(self._news.popleft())
+        return taken
+
+    def snapshot(self) -> dict[str, object]:
+        """The endpoint's counters and the shell's own."""
+        control = dict(self._control.stats)
+        return {**self._endpoint.snapshot(), "wakeups": self.wakeups, "errors": self.errors, "control": control}
+
+    def close(self) -> None:
+        """Abort what is open, tell the peers, stop the thread. Bounded by about `CLOSE_S`."""
+        if os.getpid() != self._pid or self._closing is not None:
+            return
+        self._closing = self._clock() + CLOSE_S
+        os.eventfd_write(self._wake, 1)
+        self._thread.join(CLOSE_S + 5)
+
+    # --------------------------------------------------------- the runtime's thread
+
+    def _run(self) -> None:
+        try:
+            drained = False
+            while not self._finished():
+                if self._closing is not None and not drained:
+                    drained = True
+                    self._handle(Drain(0.0))
+                self._wait()
+                self._turn()
+        except Exception:
+            _log.critical("the runtime of %s has stopped", self._endpoint.info.peer, exc_info=True)
+            raise
+        finally:
+            self._selector.close()
+            for name, transport in self._transports.items():
+                try:
+                    transport.close()
+                except Exception:  # noqa: BLE001 - one transport must not keep the others open
+                    _log.exception("transport %r did not close", name)
+            self._control.close()
+
+    def _finished(self) -> bool:
+        if self._closing is None:
+            return False
+        return self._clock() >= self._closing or not (self._inbox or self._endpoint.busy)
+
+    def _wait(self) -> None:
+        self._asleep = True
+        if self._inbox:
+            self._asleep = False
+            return
+        self._selector.select(self._timeout())
+        self._asleep = False
+        self.wakeups += 1
+
+    def _timeout(self) -> float | None:
+        moments = [self._endpoint.deadline(), self._control.deadline(), self._closing]
+        due = min((moment for moment in moments if moment is not None), default=None)
+        timeout = None if due is None else max(0.0, due - self._clock())
+        if self._op_transport:
+            polls = [transport.idle_poll_s for transport in self._transports.values()]
+            timeout = min((p for p in (*polls, timeout) if p is not None), default=None)
+        return timeout
+
+    def _turn(self) -> None:
+        try:
+            os.eventfd_read(self._wake)
+        except BlockingIOError:
+            pass
+        while self._inbox:
+            for wish in self._inbox.popleft():
+                self._handle(wish)
+        for event in self._control.poll():
+            self._handle(event)
+        for transport in self._transports.values():
+            for completion in transport.poll():
+                if isinstance(completion, Forbidden):
+                    self._forbidden(completion)
+                else:
+                    self._op_transport.pop(getattr(completion, "op_id", 0), None)
+                    self._handle(completion)
+        self._perform(self._endpoint.expire(self._clock()))
+
+    def _handle(self, event: Event) -> None:
+        try:
+            actions = self._endpoint.handle(event, self._clock())
+        except LocalProtocolError:
+            self.errors += 1
+            _log.exception("refused: %r", event)
+            actions = self._endpoint.expire(self._clock())
+        self._perform(actions)
+
+    def _perform(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            self._do(action)
+
+    def _do(self, action: Action) -> None:
+        match action:
+            case Send(link=link, envelope=envelope):
+                self._control.send(link, envelope)
+            case Post(op_id=op_id, peer=peer):
+                name = self._op_transport[op_id] = self._peer_transport[peer]
+                self._transports[name].post(op_id, peer, action.op, action.local, action.remote, action.stamp)
+            case Cancel(op_id=op_id):
+                if op_id in self._op_transport:
+                    self._transports[self._op_transport[op_id]].cancel(op_id)
+            case Permit(transfer=transfer, peer=peer):
+                names = list(self._transports) if peer is None else [self._peer_transport[peer]]
+                self._permitted.setdefault(transfer, set()).update(names)
+                for name in names:
+                    self._transports[name].permit(transfer, peer, action.op, action.ranges, action.stamp)
+            case Forbid(transfer=transfer):
+                self._forbid(transfer)
+            case Fence(peer=peer, generation=generation):
+                self._transports[self._peer_transport[peer]].fence(peer, generation)
+            case Digest():
+                self._handle(Digested(action.transfer, action.peer, self._sum(action)))
+            case Report(news=news):
+                self._news.append(news)
+                if isinstance(news, Outcome):
+                    self._observe(news)
+            case Connect(address=address):
+                self._control.connect(address)
+            case Disconnect(link=link, detail=detail):
+                self._control.disconnect(link, detail)
+            case Introduce():
+                self._introduce(action)
+
+    def _introduce(self, action: Introduce) -> None:
+        self._control.proven(action.link)
+        peer, name = action.info.peer, self._choose(action.info)
+        self._peer_transport[peer] = name
+        for common in self._transports.keys() & action.metadata.keys():
+            try:
+                self._transports[common].connect(action.info, action.metadata[common])
+            except TransportError as error:
+                _log.error("transport %r cannot reach %s: %s", common, peer, error)
+
+    def _forbid(self, transfer: str) -> None:
+        names = self._permitted.pop(transfer, set())
+        if not names:
+            self._handle(Forbidden(transfer))
+            return
+        self._forbidding[transfer] = sum(
+            self._transports[name].capabilities.access is Access.GRANT for name in names
+        )
+        for name in names:
+            self._transports[name].forbid(transfer)
+
+    def _forbidden(self, completion: Forbidden) -> None:
+        """Several transports may hold a permission: only their last answer counts."""
+        left = self._forbidding.get(completion.transfer, 1) - 1
+        if left > 0:
+            self._forbidding[completion.transfer] = left
+            return
+        self._forbidding.pop(completion.transfer, None)
+        self._handle(completion)
+
+    def _sum(self, action: Digest) -> str:
+        """Order-independent sum over (key, CRC-32) of each piece, modulo 2^64."""
+        total = np.uint64(0)
+        for pieces, keys in action.units:
+            table = zip(pieces.region.tolist(), pieces.offset.tolist(), pieces.length.tolist(), strict=True)
+            crcs = np.array([zlib.crc32(self._memory.view(*piece)) for piece in table], dtype=np.uint64)
+            with np.errstate(over="ignore"):
+                mixed = (crcs + np.uint64(1)) * (keys.astype(np.uint64) * np.uint64(2) + np.uint64(0x9E3779B97F4A7C15))
+                mixed ^= mixed >> np.uint64(29)
+                total += (mixed * np.uint64(0xBF58476D1CE4E5B9)).sum(dtype=np.uint64)
+        return f"{int(total):016x}"

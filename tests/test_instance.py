@@ -1,0 +1,139 @@
+"""Two ranks in one process over real sockets: the composed product without an engine."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from attrs import define, field
+
+from kvx.config import Options
+from kvx.core.model import BlockTable, CacheGroup, LayerSpec, Layout, Mode, News, Outcome, Packing, Part, Region, Released
+from kvx.engine import Abort, Claim, EngineInstance, Expose, Stage
+from kvx.instance import make_ticket, open_instance, read_ticket
+
+BLOCK_BYTES, BLOCKS, LAYERS, BLOCK_SIZE = 4096, 64, 3, 32
+
+
+@define
+class Rank:
+    """One opened instance with its memory, patterned so that each byte of each rank differs in place."""
+
+    options: Options
+    memory: np.ndarray
+    instance: EngineInstance
+    epoch: int
+    heard: list[News] = field(factory=list)
+
+    def block(self, layer: int, block: int) -> np.ndarray:
+        return self.memory[layer, block]
+
+    def wait(self, *kinds: type, transfer: str, limit_s: float = 20.0) -> list[News]:
+        """The news of these kinds about one transfer, once each kind is there."""
+        until = time.monotonic() + limit_s
+        while time.monotonic() < until:
+            self.heard += self.instance.news()
+            found = [news for news in self.heard if isinstance(news, kinds) and getattr(news, "transfer", "") == transfer]
+            if {type(news) for news in found} == set(kinds):
+                return found
+            time.sleep(0.002)
+        raise AssertionError(f"no {kinds} of {transfer} in {limit_s} s, heard {self.heard}, {self.instance.snapshot()}")
+
+
+def open_rank(seed: int, **options: object) -> Rank:
+    memory = np.random.default_rng(seed).integers(0, 256, (LAYERS, BLOCKS, BLOCK_BYTES), dtype=np.uint8)
+    region = Region(0, memory.ctypes.data, memory.nbytes)
+    layers = tuple(
+        LayerSpec(f"layer.{i}", 0, i * BLOCKS * BLOCK_BYTES, BLOCK_BYTES, BLOCK_BYTES) for i in range(LAYERS)
+    )
+    group = CacheGroup(0, "full", BLOCK_SIZE, layers, 2, 2, Packing.HEADS)
+    layout = Layout("toy", "u8", "test", (group,), BLOCKS)
+    epoch = secrets.randbits(63)
+    loaded = Options.load({"listen": f"127.0.0.1:{free_port()}", **options}, {})
+    return Rank(loaded, memory, open_instance(loaded, layout, [region], epoch=epoch), epoch)
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Rank, Rank]]:
+    ranks = open_rank(1, integrity="crc"), open_rank(2, integrity="crc")
+    yield ranks
+    for rank in ranks:
+        rank.instance.close()
+
+
+def push(p: Rank, d: Rank, transfer: str, source: list[int], target: list[int], tokens: int) -> None:
+    d.instance.put(
+        [Expose(transfer, Mode.PUSH, BlockTable.of(target), (0,), tokens, 30.0, p.instance.info.address)]
+    )
+    p.instance.put([Claim(transfer, Mode.PUSH)])
+    for layer in range(LAYERS):
+        part = Part((f"layer.{layer}",), (0,), BlockTable.of(source))
+        p.instance.put([Stage(transfer, Mode.PUSH, part, layer == LAYERS - 1, tokens)])
+
+
+def assert_moved(p: Rank, d: Rank, before: np.ndarray, source: list[int], target: list[int]) -> None:
+    for layer in range(LAYERS):
+        for a, b in zip(source, target, strict=True):
+            assert (p.block(layer, a) == d.block(layer, b)).all()
+    others = [block for block in range(BLOCKS) if block not in target]
+    assert (before[:, others] == d.memory[:, others]).all()
+
+
+def test_push_moves_exactly_the_granted_blocks(pair: tuple[Rank, Rank]) -> None:
+    p, d = pair
+    before, source, target = d.memory.copy(), [3, 4, 9], [10, 30, 31]
+    push(p, d, "t1", source, target, 70)
+    for rank in pair:
+        outcome, released = rank.wait(Outcome, Released, transfer="t1")
+        assert isinstance(outcome, Outcome) and outcome.ok, outcome
+        assert outcome.bytes == 3 * LAYERS * BLOCK_BYTES
+        assert released == Released("t1")
+    assert_moved(p, d, before, source, target)
+
+
+def test_pull_reads_with_the_ticket_alone(pair: tuple[Rank, Rank]) -> None:
+    p, d = pair
+    before, source, target = d.memory.copy(), [5, 6], [1, 60]
+    p.instance.put([Expose("t2", Mode.PULL, BlockTable.of(source), (0,), 40, 30.0)])
+    text = make_ticket(
+        p.options, epoch=p.epoch, transfer="t2", first=(0,), blocks=BlockTable.of(source), tokens=40, lease_s=30.0
+    )
+    ticket = read_ticket(d.options, text)
+    d.instance.put([Claim("t2", Mode.PULL, ticket)])
+    d.instance.put([Stage("t2", Mode.PULL, Part(None, (0,), BlockTable.of(target)), True, 40, ticket)])
+    for rank in pair:
+        outcome, _ = rank.wait(Outcome, Released, transfer="t2")
+        assert isinstance(outcome, Outcome) and outcome.ok, outcome
+    assert_moved(p, d, before, source, target)
+
+
+def test_an_abort_before_blocks_releases_the_producer(pair: tuple[Rank, Rank]) -> None:
+    p, d = pair
+    p.instance.put([Expose("t3", Mode.PULL, BlockTable.of([7]), (0,), 32, 30.0)])
+    text = make_ticket(p.options, epoch=p.epoch, transfer="t3", first=(0,), blocks=BlockTable.of([7]), tokens=32, lease_s=30)
+    d.instance.put([Abort("t3", ticket=read_ticket(d.options, text))])
+    outcome, _ = p.wait(Outcome, Released, transfer="t3", limit_s=5)
+    assert isinstance(outcome, Outcome) and not outcome.ok and outcome.reason is not None
+    assert outcome.reason.value == "aborted"
+
+
+def test_an_address_that_nobody_listens_on_fails_the_one_request(pair: tuple[Rank, Rank]) -> None:
+    p, d = pair
+    address = f"127.0.0.1:{free_port()}"
+    d.instance.put([Expose("t4", Mode.PUSH, BlockTable.of([1]), (0,), 32, 30.0, address)])
+    outcome, _ = d.wait(Outcome, Released, transfer="t4", limit_s=5)
+    assert isinstance(outcome, Outcome) and not outcome.ok
+    assert address in outcome.detail
+    push(p, d, "t5", [1], [1], 20)
+    assert all(isinstance(n, Outcome) and n.ok for n in d.wait(Outcome, transfer="t5"))
