@@ -67,11 +67,9 @@ def _address(_: Any, attribute: Attribute[Any], value: object) -> None:
     if not isinstance(value, str):
         raise _refuse(attribute.name, value, "a text HOST:PORT")
     try:
-        _, port = parse_address(value)
+        parse_address(value)
     except ConfigError as error:
         raise ConfigError(f"option {attribute.name}: {error}") from None
-    if port == 0:
-        raise _refuse(attribute.name, value, "HOST:PORT with a port that peers can know before it is opened, not 0")
 
 
 def _names(_: Any, attribute: Attribute[Any], value: tuple[object, ...]) -> None:
@@ -227,8 +225,8 @@ class Options:
 
         def shift(name: str, address: str) -> str:
             host, port = parse_address(address)
-            if port + rank > 65535:
-                raise ConfigError(f"option {name}: rank {rank} would need port {port + rank} on {host}")
+            if port + rank > 65535 or (port == 0 and rank > 0):
+                raise ConfigError(f"option {name} is {address!r}: there is no port for rank {rank}")
             return format_address(host, port + rank)
 
         return evolve(self, listen=shift("listen", self.listen), advertise=shift("advertise", self.advertise))
@@ -291,6 +289,8 @@ def _check_together(options: Options) -> None:
             f"option listen is {options.listen!r}, which is beyond loopback, and there is no secret: "
             "set secret_file, or insecure = true in a closed test network"
         )
+    if options.instance == options.advertise and parse_address(options.advertise)[1] == 0:
+        raise ConfigError("option listen has port 0, which names no instance: set instance too, or a port")
     if not 1 <= len(options.instance) <= 256:
         raise _refuse("instance", options.instance, "1 to 256 characters")
     if not options.transports:

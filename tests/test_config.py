@@ -89,7 +89,7 @@ def test_variables_of_a_kubernetes_service_named_kvx_are_no_options() -> None:
         ({"peers": ["10.0.0.0/99"]}, "not a network"),
         ({"listen": "5700"}, "HOST:PORT"),
         ({"listen": 5700}, "HOST:PORT"),
-        ({"listen": "127.0.0.1:0"}, "not 0"),
+        ({"listen": "127.0.0.1:0"}, "names no instance"),
         ({"listen": "0.0.0.0:5700", "secret": SECRET}, "advertise is '0.0.0.0:5700', which nobody can dial"),
         ({"listen": "[::]:5700", "secret": SECRET}, "nobody can dial"),
         ({"listen": "0.0.0.0:5700", "advertise": "127.0.0.1:5700", "secret": SECRET}, "would dial themselves"),
@@ -152,8 +152,15 @@ def test_each_rank_has_its_own_ports_and_one_instance() -> None:
     options = load({**BEYOND, "listen": "[fd00::1]:5700"}).at_rank(3)
     assert options.listen == options.advertise == "[fd00::1]:5703"
     assert options.instance == "[fd00::1]:5700"
-    with pytest.raises(ConfigError, match="rank 1 would need port 65536"):
+    with pytest.raises(ConfigError, match="no port for rank 1"):
         load({"listen": "127.0.0.1:65535"}).at_rank(1)
+
+
+def test_any_free_port_is_for_one_rank_with_a_name() -> None:
+    options = load({"listen": "127.0.0.1:0", "instance": "p"})
+    assert options.at_rank(0) == options
+    with pytest.raises(ConfigError, match="no port for rank 1"):
+        options.at_rank(1)
 
 
 def test_a_transport_s_section() -> None:
