@@ -242,6 +242,12 @@ class _Side:
     stride: Ints
     cell: Ints
 
+    @property
+    def dense(self) -> bool:
+        """Whether neighbours in the pool are neighbours in memory, so that a run of units is one piece."""
+        whole = self.grid.cells == self.grid.ratio * self.grid.length
+        return whole and bool((self.stride == self.cell * self.grid.cells).all())
+
     @classmethod
     def of(cls, layout: Layout, group: int, grid: _Grid, layers: Sequence[LayerSpec]) -> _Side:
         facts = [(layer.region, layer.offset, layer.stride, layer.block_bytes // grid.cells) for layer in layers]
@@ -261,15 +267,14 @@ class _Side:
         blocks: Ints = np.array(ids, np.int64)[block - part.first[self.group]]
         return blocks * self.grid.ratio + within
 
-    def pieces(self, rows: Ints, units: Ints) -> Descriptors:
-        """The pieces of some layers and units, ordered by layer, unit, and start in the unit."""
+    def pieces(self, rows: Ints, units: Ints, counts: Ints) -> Descriptors:
+        """The pieces of some layers and runs of `counts` units, ordered by layer, run, and start in the unit."""
         cell = self.cell[rows, None]
         block, within = np.divmod(units, self.grid.ratio)
         starts = self.offset[rows, None] + block * self.stride[rows, None] + within * self.grid.step * cell
         offset = (starts[:, :, None] + self.grid.inner * cell[:, :, None]).reshape(-1)
-        per_layer = len(units) * len(self.grid.inner)
-        length = np.repeat(self.cell[rows] * self.grid.length, per_layer)
-        return Descriptors(np.repeat(self.region[rows], per_layer), offset, length)
+        length = np.repeat(cell * self.grid.length * counts, len(self.grid.inner))
+        return Descriptors(np.repeat(self.region[rows], len(units) * len(self.grid.inner)), offset, length)
 
 
 @frozen(eq=False)
@@ -299,7 +304,13 @@ class _Share:
         if (np.diff(units[0]) < 0).any():
             order = np.argsort(units[0])
             units = [column[order] for column in units]
-        return [self.sides[role].pieces(rows, column) for role, column in zip(parts, units, strict=True)]
+        counts = np.ones_like(units[0])
+        if len(counts) and all(self.sides[role].dense for role in parts):
+            breaks = np.logical_or.reduce([np.diff(column) != 1 for column in units])
+            starts = np.concatenate(([0], np.flatnonzero(breaks) + 1))
+            counts = np.diff(starts, append=len(counts))
+            units = [column[starts] for column in units]
+        return [self.sides[role].pieces(rows, column, counts) for role, column in zip(parts, units, strict=True)]
 
 
 @frozen(eq=False)
@@ -352,7 +363,7 @@ class LegPlan:
             side, rows, positions = share.sides[role], share.rows(parts.values()), share.positions(parts)
             if tokens is not None:
                 positions = positions[positions * share.unit < tokens]
-            pieces.append(side.pieces(rows, side.lookup(part, positions)))
+            pieces.append(side.pieces(rows, side.lookup(part, positions), np.ones_like(positions)))
             count = len(side.grid.inner)
             place = (positions[:, None] * count + np.arange(count)).reshape(-1)
             keys.append((place * layers + (share.number + rows)[:, None]).reshape(-1))
@@ -394,6 +405,8 @@ def _coalesced(sides: Sequence[Descriptors]) -> list[Descriptors]:
         sides = [Descriptors(side.region[order], side.offset[order], side.length[order]) for side in sides]
     joins = [(np.diff(side.region) == 0) & (np.diff(side.offset) == side.length[:-1]) for side in sides]
     starts = np.concatenate(([0], np.flatnonzero(~np.logical_and.reduce(joins)) + 1))
+    if len(starts) == len(lead):
+        return list(sides)
     length = np.add.reduceat(sides[0].length, starts)
     return [Descriptors(side.region[starts], side.offset[starts], length) for side in sides]
 
