@@ -21,6 +21,7 @@ from kvx.core.model import (
     InstanceInfo,
     Layout,
     Mode,
+    Outcome,
     Peer,
     Region,
     Ticket,
@@ -28,6 +29,7 @@ from kvx.core.model import (
 from kvx.engine import EngineInstance
 from kvx.memory import Memory
 from kvx.runtime import Runtime
+from kvx.tracing import EventLog
 from kvx.transport import Transport
 
 
@@ -61,11 +63,17 @@ def open_instance(options: Options, layout: Layout, regions: Sequence[Region], *
             transports[name].register(regions)
         info = _describe(options, layout, control, epoch, tuple(transports))
         metadata = {name: transport.metadata() for name, transport in transports.items()}
+        event_log = EventLog(options.event_log, str(info.peer)) if options.event_log else None
     except BaseException:
         control.close()
         for transport in transports.values():
             transport.close()
         raise
+
+    def observe(outcome: Outcome) -> None:
+        loaded.transfer_finished(outcome)
+        if event_log is not None:
+            event_log.write(outcome)
 
     def choose(remote: InstanceInfo) -> str:
         name = loaded.choose_transport(info, remote)
@@ -91,7 +99,7 @@ def open_instance(options: Options, layout: Layout, regions: Sequence[Region], *
         transports,
         Memory(regions),
         choose=choose,
-        observe=loaded.transfer_finished,
+        observe=observe,
         clock=_clock,
     )
     return Instance(info, runtime)

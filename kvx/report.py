@@ -6,11 +6,12 @@ import argparse
 import json
 import os
 import platform
-import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from kvx import __version__
 from kvx.core.errors import ConfigError
@@ -43,13 +44,13 @@ def write(target: str, content: Mapping[str, Any]) -> None:
 
 def summary(samples: Sequence[float]) -> dict[str, float]:
     """{min, mean, median, p99, max} of at least one sample, in the samples' unit."""
-    ordered = sorted(samples)
+    values = np.asarray(samples, dtype=np.float64)
     return {
-        "min": ordered[0],
-        "mean": statistics.fmean(ordered),
-        "median": statistics.median(ordered),
-        "p99": ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))],
-        "max": ordered[-1],
+        "min": float(values.min()),
+        "mean": float(values.mean()),
+        "median": float(np.median(values)),
+        "p99": float(np.percentile(values, 99)),
+        "max": float(values.max()),
     }
 
 
