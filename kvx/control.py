@@ -210,7 +210,7 @@ class ControlChannel:
         if self._closed:
             return
         for link in list(self._links.values()):
-            if link.state is _State.OPEN:
+            if link.outbox:
                 self._flush(link)
         for link in list(self._links.values()):
             self._forget(link)
