@@ -106,9 +106,8 @@ class Handshakes:
             return Answer()
         if hello.step == 2:
             link.peer_nonce, link.peer_epoch = hello.nonce, hello.epoch
-        if hello.step in (2, 3):
-            if not wire.proof_holds(self._proof(link, hello.fingerprint, dialler=not link.dialler), hello.proof):
-                return self._refuse(Reason.AUTH, "the proof does not hold: the shared secrets differ")
+        if hello.step in (2, 3) and not self._proven(link, hello):
+            return self._refuse(Reason.AUTH, "the proof does not hold: the shared secrets differ")
         if hello.step == 2:
             return self._third(link, hello)
         return self._body(link, hello)
@@ -170,6 +169,9 @@ class Handshakes:
             proof=self._proof(link, own, dialler=False) if step == 2 else b"",
             fingerprint=own,
         )
+
+    def _proven(self, link: Link, hello: Hello) -> bool:
+        return wire.proof_holds(self._proof(link, hello.fingerprint, dialler=not link.dialler), hello.proof)
 
     def _proof(self, link: Link, fingerprint: str, *, dialler: bool) -> bytes:
         """The proof that the dialler or the acceptor of this link gives; each side can compute both."""

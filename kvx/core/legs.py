@@ -11,15 +11,15 @@ from collections.abc import Iterable
 from attrs import define, evolve, field, frozen
 
 from kvx.core import machine
-from kvx.core.layout import Coverage, LegPlan
+from kvx.core.layout import Coverage, LegPlan, window
 from kvx.core.machine import SETTLED, TERMINAL, State, Table
 from kvx.core.model import (
-    ROLE,
     SIDE,
     Access,
     Capabilities,
     Descriptors,
     Grant,
+    Layout,
     Mode,
     Part,
     Peer,
@@ -58,6 +58,8 @@ class Leg:
     state: State
     epoch: int = 0
     plan: LegPlan | None = None
+    layout: Layout | None = None  # the peer's
+    heard: tuple[int, ...] = ()  # the ranks of this instance that the peer has to hear from
     empty: bool = False
     grant: Grant | None = None  # initiator: what may be touched; target of a write: what was sent
     capabilities: Capabilities | None = None
@@ -162,5 +164,30 @@ def provisional(initiates: bool) -> Leg:
     return Leg(None, State.NEW if initiates else State.EXPOSED)
 
 
-def role_of(mode: Mode, side: Side) -> Role:
-    return ROLE[(mode, side)]
+def first_there(t: Transfer, leg: Leg) -> tuple[int, ...]:
+    """`Done.first`: from where on this side has moved, per group in the owner's blocks."""
+    assert leg.grant is not None and leg.layout is not None and t.coverage is not None
+    if t.mode is Mode.PUSH:
+        return leg.grant.first
+    return window(t.coverage.first(), t.coverage.layout, leg.layout, t.tokens)
+
+
+def incomplete(t: Transfer, leg: Leg) -> str | None:
+    """What is missing although the last part is there: tokens, positions, gaps (R10); or None."""
+    assert leg.grant is not None and leg.layout is not None and t.coverage is not None
+    if t.tokens != leg.grant.tokens:
+        return f"the prompt has {t.tokens} tokens here and {leg.grant.tokens} at the peer"
+    covered, groups = t.coverage.first(), range(len(leg.grant.first))
+    if t.mode is Mode.PUSH:
+        need = window(leg.grant.first, leg.layout, t.coverage.layout, t.tokens)
+        if any(covered[g] > need[g] for g in groups if leg.grant.blocks.groups[g]):
+            return f"blocks from {need} on are wanted, only those from {covered} on were staged"
+        return None
+    used = [g for g in groups if any(part.blocks.groups[g] for part in t.parts)]
+    staged = {g: min(part.first[g] for part in t.parts if part.blocks.groups[g]) for g in used}
+    if any(covered[g] > staged[g] for g in used):
+        return f"blocks from {staged} on were staged with gaps before {covered}"
+    theirs = first_there(t, leg)
+    if any(leg.grant.first[g] > theirs[g] for g in used):
+        return f"blocks from {theirs} on are wanted, only those from {leg.grant.first} on are granted"
+    return None

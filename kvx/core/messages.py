@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 import msgspec
-from attrs import frozen
+from attrs import field, frozen
 
 from kvx.core.model import Count, Epoch, Grant, InstanceInfo, Name, Rank, Reason, TransferId
 
@@ -32,9 +32,9 @@ class Hello:
     echo: bytes = b""
     proof: bytes = b""
     fingerprint: Name = ""
-    facts: dict[str, str] = {}
+    facts: dict[str, str] = field(factory=dict)
     info: InstanceInfo | None = None
-    metadata: dict[str, bytes] = {}
+    metadata: dict[str, bytes] = field(factory=dict)
     refusal: Reason | None = None
     detail: Detail = ""
 
