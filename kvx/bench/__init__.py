@@ -1,0 +1,1 @@
+"""Measurements: pure functions that return what they measured as JSON values."""
