@@ -6,6 +6,7 @@ written only while the runtime sleeps, so a busy engine step costs one `deque.ap
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import selectors
@@ -173,10 +174,8 @@ class Runtime:
         return timeout
 
     def _turn(self) -> None:
-        try:
+        with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
-        except BlockingIOError:
-            pass
         while self._inbox:
             for wish in self._inbox.popleft():
                 self._handle(wish)
