@@ -254,10 +254,11 @@ class Transfers:
         for transfer in list(self.of_peer.get(leg.peer, ())):
             other = self.open[transfer]
             twin = other.leg_of(leg.peer)
-            if other is not t and twin is not None and twin.grant is not None and twin.state is State.EXPOSED:
-                if other.mode is Mode.PUSH and not other.initiates:
-                    self.fail(other, Reason.PEER_LOST, f"{leg.peer} was fenced", now, twin, Cause.LOST)
-                    self.settle(other, now)
+            writable = other.mode is Mode.PUSH and not other.initiates
+            if other is t or not writable or twin is None or twin.grant is None or twin.state is not State.EXPOSED:
+                continue
+            self.fail(other, Reason.PEER_LOST, f"{leg.peer} was fenced", now, twin, Cause.LOST)
+            self.settle(other, now)
 
     def fenced(self, event: Fenced, now: float) -> None:
         for transfer in list(self.of_peer.get(event.peer, ())):
