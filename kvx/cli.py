@@ -1,0 +1,220 @@
+"""The command line: parses, calls, prints. Exit status 0 good, 1 the checked thing fails, 2 usage or configuration."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import logging
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+from attrs import asdict
+
+from kvx import __version__, doctor, plugins, report
+from kvx.config import Options
+from kvx.core import wire
+from kvx.core.errors import ConfigError, KvxError, PluginError, RemoteProtocolError
+from kvx.operator import ask
+
+COMMANDS = "kvx.commands"
+"""Entry-point group of further commands: callables `(argv: list[str]) -> int`."""
+Command = Callable[[argparse.Namespace], int]
+
+_ABOUT = """\
+kvx moves the KV cache of LLM requests between prefill and decode instances.
+
+Begin with `kvx doctor`, which says what works here. An instance is started by its engine, with
+kvx as its connector: docs/quickstart.md. Options come from the engine's settings, from KVX_*
+variables and from the TOML file that KVX_CONFIG names: docs/configuration.md.
+"""
+_EXAMPLES = """\
+examples:
+  kvx doctor
+  kvx status 127.0.0.1:5700
+  kvx release "$TICKET"
+  kvx bench transport --bytes 67108864 --pieces 64 --json bench.json
+
+exit status: 0 good, 1 what was checked or asked for failed, 2 usage or configuration
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command. An error that a person can mend is one sentence on stderr."""
+    logging.basicConfig(stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
+    words = list(sys.argv[1:] if argv is None else argv)
+    further = {entry.name: entry for entry in importlib.metadata.entry_points(group=COMMANDS)}
+    try:
+        if words and words[0] in further:
+            return _further(further[words[0]])(words[1:])
+        arguments = _parser(sorted(further)).parse_args(words)
+        return cast(Command, arguments.run)(arguments)
+    except (ConfigError, PluginError) as error:
+        return _fail(error, 2)
+    except KvxError as error:
+        return _fail(error, 1)
+    except KeyboardInterrupt:
+        return 130
+
+
+def _fail(error: KvxError, status: int) -> int:
+    print(f"kvx: {error}", file=sys.stderr)
+    return status
+
+
+def _further(entry: importlib.metadata.EntryPoint) -> Callable[[list[str]], int]:
+    try:
+        return cast("Callable[[list[str]], int]", entry.load())
+    except ImportError as error:
+        raise PluginError(f"command {entry.name!r} needs something that is not installed: {error}") from error
+
+
+def _parser(further: Sequence[str]) -> argparse.ArgumentParser:
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("kvx", description=_ABOUT, epilog=_EXAMPLES, formatter_class=form)
+    parser.add_argument("--version", action="version", version=f"kvx {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name in further:
+        commands.add_parser(name, help=f"see `kvx {name} --help`", add_help=False)
+
+    _add(commands, "doctor", _doctor, "what works in this environment, and what to do about the rest")
+
+    status = _add(commands, "status", _operate, "ask an instance for its open transfers and counters")
+    drain = _add(commands, "drain", _operate, "let an instance finish its transfers and take no new ones")
+    release = _add(commands, "release", _operate, "give back the blocks that a ticket holds")
+    for one, verb in ((status, "status"), (drain, "drain")):
+        one.add_argument("address", metavar="HOST:PORT", help="control address of one rank (option advertise)")
+        one.set_defaults(verb=verb)
+    release.add_argument("ticket", metavar="TICKET", help="the text under kvx.ticket in a prefill answer")
+    release.set_defaults(verb="release")
+    drain.add_argument(
+        "--grace-s", type=_seconds, default=60.0, metavar="S", help="open transfers may run for S seconds (default 60)"
+    )
+    for one in (status, drain, release):
+        one.add_argument(
+            "--timeout-s", type=_seconds, default=10.0, metavar="S", help="longest wait, seconds (default 10)"
+        )
+
+    bench = commands.add_parser("bench", help="measure a part of kvx on this machine")
+    benches = bench.add_subparsers(title="benches", metavar="BENCH", required=True)
+    moving = _add(benches, "transport", _bench_transport, "verified copies between two processes, beside baselines")
+    moving.add_argument("--transports", default="tcp", metavar="A,B", help="transports to measure (default tcp)")
+    moving.add_argument("--op", default="read,write", metavar="OPS", help="read, write or both (default read,write)")
+    moving.add_argument("--bytes", type=_count, default=64 << 20, metavar="N", help="bytes per copy (default 64 MiB)")
+    moving.add_argument("--pieces", type=_count, default=1, metavar="N", help="pieces per copy (default 1)")
+    moving.add_argument("--repeat", type=_count, default=10, metavar="N", help="rounds (default 10)")
+    planning = _add(benches, "planner", _bench_planner, "pure planning: which bytes of which blocks")
+    planning.add_argument("--blocks", type=_count, default=1024, metavar="N", help="blocks per request (default 1024)")
+    planning.add_argument("--layers", type=_count, default=32, metavar="N", help="layers (default 32)")
+    planning.add_argument("--layout", choices=("fresh", "fragmented"), help="one case instead of all")
+    return parser
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return number
+
+
+def _seconds(text: str) -> float:
+    number = float(text)
+    if not 0 < number <= 3600:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 3600 seconds")
+    return number
+
+
+def _add(commands: Any, name: str, run: Command, text: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
+    report.add_json_argument(parser)
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _emit(arguments: argparse.Namespace, command: str, fields: Mapping[str, Any], lines: Sequence[str]) -> None:
+    """The object where `--json` asks for it, and lines for a person unless it goes to stdout."""
+    if arguments.json is not None:
+        report.write(arguments.json, report.document(command, fields))
+    if arguments.json != "-":
+        print(*lines, sep="\n")
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    checks = doctor.examine(plugins.load())
+    width = max(len(check.name) for check in checks)
+    lines: list[str] = []
+    for check in checks:
+        lines.append(f"{'ok ' if check.ok else 'BAD'}  {check.name:<{width}}  {check.detail}")
+        if check.fix:
+            lines.append(f"     {'':<{width}}  -> {check.fix}")
+    _emit(arguments, "doctor", {"checks": [asdict(check) for check in checks]}, lines)
+    return 0 if all(check.ok for check in checks) else 1
+
+
+def _operate(arguments: argparse.Namespace) -> int:
+    secret = Options.load().secret
+    match arguments.verb:
+        case "release":
+            address, argument = _ticket_address(arguments.ticket), arguments.ticket
+        case "drain":
+            address, argument = arguments.address, f"{arguments.grace_s:g}"
+        case _:
+            address, argument = arguments.address, ""
+    answer = ask(address, arguments.verb, argument, secret=secret, timeout_s=arguments.timeout_s)
+    try:
+        body = json.loads(answer.body or "{}")
+    except ValueError as error:
+        raise RemoteProtocolError(f"{address} answered with what is not JSON: {error}") from error
+    reason = answer.reason.value if answer.reason else ""
+    outcome = {"ok": answer.ok, "reason": reason, "detail": answer.detail, "body": body}
+    text = json.dumps(body, indent=2) if body else answer.detail or reason or "done"
+    _emit(arguments, arguments.verb, {"outcome": outcome}, [text])
+    return 0 if answer.ok else 1
+
+
+def _ticket_address(text: str) -> str:
+    try:
+        return wire.parse_ticket(text).grant.address
+    except RemoteProtocolError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _bench_transport(arguments: argparse.Namespace) -> int:
+    from kvx.bench import transport
+
+    fields = _measured(
+        transport.run,
+        transports=arguments.transports.split(","),
+        ops=arguments.op.split(","),
+        nbytes=arguments.bytes,
+        pieces=arguments.pieces,
+        repeat=arguments.repeat,
+    )
+    lines = [
+        f"{row['name']:<12} {row['op']:<6} {row['gbps']['median']:8.2f}  {'' if row['verified'] else 'WRONG BYTES'}"
+        for row in fields["results"]
+    ]
+    _emit(arguments, "bench.transport", fields, lines)
+    return 0 if all(row["verified"] for row in fields["results"]) else 1
+
+
+def _bench_planner(arguments: argparse.Namespace) -> int:
+    from kvx.bench import planner
+
+    cases = (arguments.layout,) if arguments.layout else planner.CASES
+    fields = _measured(planner.run, blocks=arguments.blocks, layers=arguments.layers, cases=cases)
+    lines = [
+        f"{row['case']:<12} {row['pieces']:>8} pieces {row['descriptors']:>8} descriptors {row['ms']['median']:8.3f} ms"
+        for row in fields["results"]
+    ]
+    _emit(arguments, "bench.planner", fields, lines)
+    return 0
+
+
+def _measured(run: Callable[..., Mapping[str, Any]], **sizes: Any) -> Mapping[str, Any]:
+    """A bench's fields; sizes that it cannot work with are the user's mistake."""
+    try:
+        return run(**sizes)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
