@@ -205,6 +205,12 @@ class ControlChannel:
         events, self._events = self._events, []
         return events
 
+    def hang_up(self) -> bool:
+        """Disconnect every link; whether none is left. Poll and ask again: each ends within its linger time."""
+        for number in [number for number, link in self._links.items() if link.state is not _State.CLOSING]:
+            self.disconnect(number, "closing down")
+        return not self._links
+
     def close(self) -> None:
         """Close every socket, after one attempt to send what is queued. May be called twice."""
         if self._closed:

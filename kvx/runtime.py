@@ -151,9 +151,12 @@ class Runtime:
             self._control.close()
 
     def _finished(self) -> bool:
+        """Closing is over: nothing is open, and the peers have read the last words (or time is up)."""
         if self._closing is None:
             return False
-        return self._clock() >= self._closing or not (self._inbox or self._endpoint.busy)
+        if self._clock() >= self._closing:
+            return True
+        return not (self._inbox or self._endpoint.busy) and self._control.hang_up()
 
     def _wait(self) -> None:
         self._asleep = True

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import secrets
+import socket
+import threading
 import time
 from collections.abc import Iterator
 
@@ -11,9 +13,23 @@ import pytest
 from attrs import define, field
 
 from kvx.config import Options
-from kvx.core.model import BlockTable, CacheGroup, LayerSpec, Layout, Mode, News, Outcome, Packing, Part, Region, Released
+from kvx.core.model import (
+    BlockTable,
+    CacheGroup,
+    LayerSpec,
+    Layout,
+    Mode,
+    News,
+    Outcome,
+    Packing,
+    Part,
+    Reason,
+    Region,
+    Released,
+)
 from kvx.engine import Abort, Claim, EngineInstance, Expose, Stage
 from kvx.instance import make_ticket, open_instance, read_ticket
+from kvx.operator import ask
 
 BLOCK_BYTES, BLOCKS, LAYERS, BLOCK_SIZE = 4096, 64, 3, 32
 
@@ -36,7 +52,9 @@ class Rank:
         until = time.monotonic() + limit_s
         while time.monotonic() < until:
             self.heard += self.instance.news()
-            found = [news for news in self.heard if isinstance(news, kinds) and getattr(news, "transfer", "") == transfer]
+            found = [
+                news for news in self.heard if isinstance(news, kinds) and getattr(news, "transfer", "") == transfer
+            ]
             if {type(news) for news in found} == set(kinds):
                 return found
             time.sleep(0.002)
@@ -57,8 +75,6 @@ def open_rank(seed: int, **options: object) -> Rank:
 
 
 def free_port() -> int:
-    import socket
-
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -73,9 +89,7 @@ def pair() -> Iterator[tuple[Rank, Rank]]:
 
 
 def push(p: Rank, d: Rank, transfer: str, source: list[int], target: list[int], tokens: int) -> None:
-    d.instance.put(
-        [Expose(transfer, Mode.PUSH, BlockTable.of(target), (0,), tokens, 30.0, p.instance.info.address)]
-    )
+    d.instance.put([Expose(transfer, Mode.PUSH, BlockTable.of(target), (0,), tokens, 30.0, p.instance.info.address)])
     p.instance.put([Claim(transfer, Mode.PUSH)])
     for layer in range(LAYERS):
         part = Part((f"layer.{layer}",), (0,), BlockTable.of(source))
@@ -121,7 +135,9 @@ def test_pull_reads_with_the_ticket_alone(pair: tuple[Rank, Rank]) -> None:
 def test_an_abort_before_blocks_releases_the_producer(pair: tuple[Rank, Rank]) -> None:
     p, d = pair
     p.instance.put([Expose("t3", Mode.PULL, BlockTable.of([7]), (0,), 32, 30.0)])
-    text = make_ticket(p.options, epoch=p.epoch, transfer="t3", first=(0,), blocks=BlockTable.of([7]), tokens=32, lease_s=30)
+    text = make_ticket(
+        p.options, epoch=p.epoch, transfer="t3", first=(0,), blocks=BlockTable.of([7]), tokens=32, lease_s=30
+    )
     d.instance.put([Abort("t3", ticket=read_ticket(d.options, text))])
     outcome, _ = p.wait(Outcome, Released, transfer="t3", limit_s=5)
     assert isinstance(outcome, Outcome) and not outcome.ok and outcome.reason is not None
@@ -137,3 +153,74 @@ def test_an_address_that_nobody_listens_on_fails_the_one_request(pair: tuple[Ran
     assert address in outcome.detail
     push(p, d, "t5", [1], [1], 20)
     assert all(isinstance(n, Outcome) and n.ok for n in d.wait(Outcome, transfer="t5"))
+
+
+def test_one_ticket_serves_exactly_one_of_two_readers(pair: tuple[Rank, Rank]) -> None:
+    p, d = pair
+    other = open_rank(3, integrity="crc")
+    try:
+        source, target = [5, 6], [1, 60]
+        p.instance.put([Expose("t6", Mode.PULL, BlockTable.of(source), (0,), 40, 30.0)])
+        text = make_ticket(
+            p.options, epoch=p.epoch, transfer="t6", first=(0,), blocks=BlockTable.of(source), tokens=40, lease_s=30.0
+        )
+        for reader in (d, other):
+            ticket = read_ticket(reader.options, text)
+            part = Part(None, (0,), BlockTable.of(target))
+            reader.instance.put([Stage("t6", Mode.PULL, part, True, 40, ticket)])
+        outcomes = [reader.wait(Outcome, Released, transfer="t6")[0] for reader in (d, other)]
+        assert sorted(outcome.ok for outcome in outcomes if isinstance(outcome, Outcome)) == [False, True], outcomes
+        winner = d if outcomes[0].ok else other
+        assert (winner.memory[:, target] == p.memory[:, source]).all()
+    finally:
+        other.instance.close()
+
+
+def test_nothing_wakes_while_nothing_is_open(pair: tuple[Rank, Rank]) -> None:
+    p, d = pair
+    push(p, d, "t7", [1], [1], 20)
+    for rank in pair:
+        rank.wait(Outcome, Released, transfer="t7")
+    time.sleep(0.3)
+    before = [rank.instance.snapshot()["wakeups"] for rank in pair]
+    time.sleep(2)
+    assert [rank.instance.snapshot()["wakeups"] for rank in pair] == before
+
+
+def test_close_tells_the_peer_and_leaves_no_thread(pair: tuple[Rank, Rank]) -> None:
+    p, d = pair
+    p.instance.put([Claim("t8", Mode.PUSH)])
+    d.instance.put([Expose("t8", Mode.PUSH, BlockTable.of([4]), (0,), 32, 30.0, p.instance.info.address)])
+    until = time.monotonic() + 5
+    while "granted" not in str(p.instance.snapshot()["open"]) and time.monotonic() < until:
+        time.sleep(0.01)
+    p.instance.close()
+    outcome = d.wait(Outcome, Released, transfer="t8", limit_s=5)[0]
+    assert isinstance(outcome, Outcome) and outcome.reason is Reason.DRAINING, outcome
+    assert not [thread for thread in threading.enumerate() if thread.name == f"kvx-{p.instance.info.peer}"]
+
+
+def test_instances_of_different_secrets_refuse_each_other() -> None:
+    p, d = open_rank(1, secret="one secret of many bytes"), open_rank(2, secret="another secret of many bytes")
+    try:
+        d.instance.put([Expose("t9", Mode.PUSH, BlockTable.of([4]), (0,), 32, 30.0, p.instance.info.address)])
+        outcome = d.wait(Outcome, Released, transfer="t9", limit_s=5)[0]
+        assert isinstance(outcome, Outcome) and outcome.reason is Reason.AUTH, outcome
+    finally:
+        p.instance.close()
+        d.instance.close()
+
+
+def test_an_operator_can_ask_and_release(pair: tuple[Rank, Rank]) -> None:
+    p, _ = pair
+    p.instance.put([Expose("t10", Mode.PULL, BlockTable.of([7]), (0,), 32, 30.0)])
+    text = make_ticket(
+        p.options, epoch=p.epoch, transfer="t10", first=(0,), blocks=BlockTable.of([7]), tokens=32, lease_s=30
+    )
+    status = ask(p.instance.info.address, "status", "", secret=b"", timeout_s=5)
+    assert status.ok and "t10" in status.body
+    assert ask(p.instance.info.address, "release", text, secret=b"", timeout_s=5).ok
+    outcome = p.wait(Outcome, Released, transfer="t10", limit_s=5)[0]
+    assert isinstance(outcome, Outcome) and outcome.reason is Reason.ABORTED
+    assert not ask(p.instance.info.address, "release", text, secret=b"", timeout_s=5).ok
+    assert not ask(p.instance.info.address, "fly", "", secret=b"", timeout_s=5).ok
