@@ -1,0 +1,192 @@
+"""The one place that knows vLLM's own types, and in which versions they look like this."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import metadata
+from typing import Any
+
+import torch
+from vllm.distributed.parallel_state import get_tp_group
+from vllm.v1.request import RequestStatus
+
+from kvx.core.errors import ConfigError
+from kvx_vllm.layout import CacheTensor, GroupFacts, ModelFacts
+from kvx_vllm.scheduler import Scheduled
+from kvx_vllm.versions import DISTRIBUTIONS, TESTED, is_tested
+
+_COMPLETED = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+
+
+def installed_version() -> str | None:
+    """vLLM's version; on CPUs the distribution has another name than the package."""
+    for name in DISTRIBUTIONS:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def check_version(allow_untested: bool) -> None:
+    """Raises ConfigError outside the tested range."""
+    version = installed_version()
+    if not allow_untested and (version is None or not is_tested(version)):
+        raise ConfigError(
+            f"vLLM {version or 'of unknown version'} was not tested with this kvx, which is made for {TESTED}: "
+            "install a tested version, or set the option allow_untested_engine"
+        )
+
+
+def cache_tensors(kv_caches: Mapping[str, Any]) -> dict[str, CacheTensor]:
+    """What `register_kv_caches` was given. Raises ConfigError where a layer's cache is not one tensor."""
+    tensors = {}
+    for name, tensor in kv_caches.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise ConfigError(f"layer {name} has a KV cache of {type(tensor).__name__}: it cannot be transferred")
+        storage = tensor.untyped_storage()
+        tensors[name] = CacheTensor(
+            storage=storage.data_ptr(),
+            storage_bytes=storage.nbytes(),
+            offset=tensor.storage_offset() * tensor.element_size(),
+            shape=tuple(tensor.shape),
+            strides=tuple(tensor.stride()),
+            itemsize=tensor.element_size(),
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            device=str(tensor.device),
+        )
+    return tensors
+
+
+def group_facts(kv_cache_config: Any) -> list[GroupFacts]:
+    """vLLM's KV cache groups. Raises ConfigError for groups that are not plain caches of attention heads."""
+    facts = []
+    for group in kv_cache_config.kv_cache_groups:
+        spec = group.kv_cache_spec
+        kind = type(spec).__name__
+        if kind == "FullAttentionSpec" and spec.sliding_window is None and spec.attention_chunk_size is None:
+            kind = "full_attention"
+        if not group.enable_kv_transfer or group.host_resident:
+            raise ConfigError(f"vLLM keeps caches of kind {kind} out of transfers: kvx does not support this model")
+        heads = getattr(spec, "num_heads", 0)
+        facts.append(GroupFacts(kind, tuple(group.layer_names), spec.block_size, heads))
+    return facts
+
+
+def block_sizes(kv_cache_config: Any) -> list[int]:
+    return [int(group.kv_cache_spec.block_size) for group in kv_cache_config.kv_cache_groups]
+
+
+def model_facts(vllm_config: Any, kv_cache_config: Any) -> ModelFacts:
+    """Raises ConfigError for ways of running in parallel that this version does not support."""
+    parallel = vllm_config.parallel_config
+    for name in ("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size"):
+        if getattr(parallel, name, 1) != 1:
+            raise ConfigError(f"vLLM runs with {name} {getattr(parallel, name)}: kvx for vLLM supports 1 only")
+    dp_size, dp_rank = data_parallel(vllm_config)
+    return ModelFacts(
+        model=_model(vllm_config.model_config),
+        variant=_variant(vllm_config, kv_cache_config),
+        total_heads=vllm_config.model_config.get_total_num_kv_heads(),
+        num_blocks=kv_cache_config.num_blocks,
+        tp_rank=get_tp_group().rank_in_group,
+        tp_size=parallel.tensor_parallel_size,
+        dp_rank=dp_rank,
+        dp_size=dp_size,
+    )
+
+
+def data_parallel(vllm_config: Any) -> tuple[int, int]:
+    """(size, rank). Ranks of a dense model are independent engines for vLLM, and so they are for kvx."""
+    parallel = vllm_config.parallel_config
+    size = int(parallel.data_parallel_size)
+    return size, int(parallel.data_parallel_rank) if size > 1 else 0
+
+
+def _model(model_config: Any) -> str:
+    """Architecture and a digest of its configuration: paths and names of folders differ between machines."""
+    config = {
+        key: value
+        for key, value in model_config.hf_config.to_dict().items()
+        if key not in ("_name_or_path", "transformers_version")
+    }
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    names = config.get("architectures") or [str(config.get("model_type"))]
+    return f"{names[0]}/{digest}"
+
+
+def _variant(vllm_config: Any, kv_cache_config: Any) -> str:
+    """Attention backends, the cache's type, and on CPUs the instruction set that packs keys and values."""
+    context = vllm_config.compilation_config.static_forward_context
+    layers = [layer for group in kv_cache_config.kv_cache_groups for layer in group.layer_names]
+    backends = {context[name].get_attn_backend().get_name() for name in layers}
+    isas = {str(getattr(context[name], "isa", "")) for name in layers}
+    capability = torch.backends.cpu.get_cpu_capability()
+    cache_dtype = vllm_config.cache_config.cache_dtype
+    return f"vllm {'+'.join(sorted(backends))} {'+'.join(sorted(isas))} {capability} {cache_dtype}"
+
+
+def agree_on_epoch() -> int:
+    """63 random bits that all workers of this engine share; drawn by the first one, so a restart changes them."""
+    group = get_tp_group()
+    epoch = torch.tensor([secrets.randbits(63)], dtype=torch.int64)
+    if group.world_size > 1:
+        torch.distributed.broadcast(epoch, src=group.ranks[0], group=group.cpu_group)
+    return int(epoch.item())
+
+
+def completed(request: Any) -> bool:
+    """Whether the request ended as it was asked to, and not by an abort or an error."""
+    return request.status in _COMPLETED
+
+
+def scheduled(output: Any) -> list[Scheduled]:
+    """The requests of a step, from vLLM's SchedulerOutput."""
+    state = output.kv_connector_block_state
+    before = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+    cached = output.scheduled_cached_reqs
+    before |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    steps = []
+    for request_id, count in output.num_scheduled_tokens.items():
+        blocks = state.get_block_ids(request_id)
+        steps.append(Scheduled(request_id, before[request_id], count, blocks or ()))
+    return steps
+
+
+class PoolPins:
+    """References to blocks of vLLM's pool, taken and given back as prefix sharing does it."""
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+        self._held: dict[str, list[Any]] = {}
+
+    def hold(self, transfer: str, blocks: Iterable[int]) -> None:
+        found = [self._pool.blocks[block] for block in blocks]
+        self._pool.touch(found)
+        self._held.setdefault(transfer, []).extend(found)
+
+    def drop(self, transfer: str) -> None:
+        # In reverse, so that vLLM evicts a prompt's tail before its head.
+        self._pool.free_blocks(reversed(self._held.pop(transfer, [])))
+
+    @property
+    def held(self) -> int:
+        return sum(map(len, self._held.values()))
+
+    @property
+    def free(self) -> int:
+        return int(self._pool.get_num_free_blocks())
+
+    @property
+    def total(self) -> int:
+        # One is vLLM's null block, which is never given out.
+        return int(self._pool.num_gpu_blocks) - 1
+
+
+def block_ids(blocks: Any) -> Sequence[Sequence[int]]:
+    """The table in vLLM's KVCacheBlocks."""
+    table: Sequence[Sequence[int]] = blocks.get_block_ids()
+    return table

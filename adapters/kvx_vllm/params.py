@@ -1,0 +1,134 @@
+"""A request's `kv_transfer_params`, checked: what it asks of this instance.
+
+Everything of kvx stands under the key `kvx`; all other keys are vLLM's own. A client can write
+any of it, so nothing is used unchecked; a fault concerns one request and never raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from attrs import frozen
+
+from kvx.address import parse_address
+from kvx.core.errors import RemoteProtocolError
+from kvx.core.model import Mode, Reason, Ticket
+
+MAX_TRANSFER_ID = 128
+
+
+@frozen
+class Fault:
+    """Why one request cannot be transferred."""
+
+    reason: Reason
+    detail: str
+
+    def answer(self) -> dict[str, Any]:
+        return {"reason": self.reason.value, "detail": self.detail}
+
+
+@frozen
+class Produce:
+    """Keep this request's blocks for another instance. In push the router has drawn the transfer's id."""
+
+    mode: Mode
+    transfer: str = ""
+
+
+@frozen
+class Consume:
+    """Take this request's blocks from another instance: by ticket (pull) or from `address` (push)."""
+
+    mode: Mode
+    transfer: str
+    ticket: Ticket | None = None
+    address: str | None = None
+
+
+@frozen
+class Wish:
+    """All that one request asks for."""
+
+    produce: Produce | Fault | None = None
+    consume: Consume | Fault | None = None
+    probe: bool = False
+
+
+ReadTicket = Callable[[str], Ticket]
+MayDial = Callable[[str], bool]
+
+
+def read_params(params: object, mode: str, read_ticket: ReadTicket, may_dial: MayDial) -> Wish:
+    """What these parameters ask for. `mode` is the option: `auto`, or the only mode that is allowed."""
+    if not isinstance(params, Mapping):
+        return Wish()
+    kvx = params.get("kvx")
+    if kvx is not None and not isinstance(kvx, Mapping):
+        fault = Fault(Reason.OTHER, f"kv_transfer_params: kvx is a {type(kvx).__name__}, not an object")
+        return Wish(
+            fault if params.get("do_remote_decode") else None, fault if params.get("do_remote_prefill") else None
+        )
+    kvx = kvx or {}
+    produce = _produce(kvx, mode) if params.get("do_remote_decode") else None
+    consume = _consume(kvx, mode, read_ticket, may_dial) if params.get("do_remote_prefill") else None
+    return Wish(produce, consume, kvx.get("probe") is True)
+
+
+def _produce(kvx: Mapping[str, Any], allowed: str) -> Produce | Fault:
+    # A consumer of this turn may be the producer of the next one: then `kvx` speaks of the turn that it consumes.
+    push = kvx.get("mode") == "push" and "from" not in kvx
+    if fault := _mode_fault(kvx, "push" if push else "pull", allowed):
+        return fault
+    if not push:
+        return Produce(Mode.PULL)
+    transfer = _transfer_id(kvx.get("transfer"))
+    return transfer if isinstance(transfer, Fault) else Produce(Mode.PUSH, transfer)
+
+
+def _consume(kvx: Mapping[str, Any], allowed: str, read_ticket: ReadTicket, may_dial: MayDial) -> Consume | Fault:
+    push = kvx.get("mode") == "push"
+    if fault := _mode_fault(kvx, "push" if push else "pull", allowed):
+        return fault
+    if push:
+        return _consume_push(kvx, may_dial)
+    text = kvx.get("ticket")
+    if not isinstance(text, str):
+        detail = "kv_transfer_params hold no kvx ticket: they are not from a kvx prefill instance"
+        return Fault(Reason.UNKNOWN_TRANSFER, detail)
+    try:
+        ticket = read_ticket(text)
+    except RemoteProtocolError as error:
+        return Fault(Reason.AUTH, str(error))
+    if not may_dial(ticket.grant.address):
+        return Fault(Reason.AUTH, f"the ticket's address {ticket.grant.address} is not in option peers")
+    return Consume(Mode.PULL, ticket.grant.transfer, ticket=ticket)
+
+
+def _consume_push(kvx: Mapping[str, Any], may_dial: MayDial) -> Consume | Fault:
+    transfer = _transfer_id(kvx.get("transfer"))
+    if isinstance(transfer, Fault):
+        return transfer
+    address = kvx.get("from")
+    try:
+        parse_address(address if isinstance(address, str) else "")
+    except ValueError:
+        return Fault(Reason.OTHER, f"kvx.from is {str(address)[:80]!r}, not HOST:PORT of a prefill instance")
+    if not may_dial(str(address)):
+        return Fault(Reason.AUTH, f"kvx.from is {address}, which is not in option peers")
+    return Consume(Mode.PUSH, transfer, address=str(address))
+
+
+def _mode_fault(kvx: Mapping[str, Any], mode: str, allowed: str) -> Fault | None:
+    if kvx.get("mode", mode) not in ("push", "pull"):
+        return Fault(Reason.OTHER, f"kvx.mode is {str(kvx['mode'])[:80]!r}, not push or pull")
+    if allowed not in ("auto", mode):
+        return Fault(Reason.OTHER, f"the request asks for {mode}, option mode allows {allowed} only")
+    return None
+
+
+def _transfer_id(value: object) -> str | Fault:
+    if isinstance(value, str) and 0 < len(value) <= MAX_TRANSFER_ID and value.isprintable():
+        return value
+    return Fault(Reason.OTHER, f"kvx.transfer has to be a text of 1 to {MAX_TRANSFER_ID} printable characters")

@@ -1,0 +1,467 @@
+"""The connector's half in vLLM's scheduler: decides and remembers, moves nothing.
+
+It turns what vLLM says of a request into engine events, which reach the worker's half with the
+plan of the next step. Blocks that were handed to kvx are kept out of vLLM's pool by a reference
+of their own, in both roles, until every rank has said Released: however a request ends, and
+whatever vLLM frees (R1, R7).
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+from attrs import define, frozen
+
+from kvx.config import Options
+from kvx.core.events import Abort, Claim, EngineEvent, Expose, Stage
+from kvx.core.model import BlockTable, Mode, Part, Reason, Role, Ticket
+from kvx_vllm.metadata import Ended, Plan, Ready, WorkerReport
+from kvx_vllm.params import Consume, Fault, Produce, ReadTicket, Wish, read_params
+
+# vLLM configures handlers for loggers below "vllm" only.
+logger = logging.getLogger("vllm.kvx.scheduler")
+
+
+class EngineRequest(Protocol):
+    """What is used of vLLM's Request."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def kv_transfer_params(self) -> dict[str, Any] | None: ...
+    @property
+    def num_prompt_tokens(self) -> int: ...
+    @property
+    def num_computed_tokens(self) -> int: ...
+
+
+class BlockPins(Protocol):
+    """References to blocks of vLLM's pool."""
+
+    def hold(self, transfer: str, blocks: Iterable[int]) -> None: ...
+    def drop(self, transfer: str) -> None: ...
+    @property
+    def held(self) -> int: ...
+    @property
+    def free(self) -> int: ...
+    @property
+    def total(self) -> int: ...
+
+
+@frozen
+class Scheduled:
+    """One request of a step: its tokens before and in this step, and its whole block table."""
+
+    request_id: str
+    computed: int
+    scheduled: int
+    blocks: tuple[Sequence[int], ...]
+
+
+@frozen
+class Identity:
+    """What the scheduler knows of its instance once the workers have registered their caches."""
+
+    epoch: int
+    fingerprint: str
+    ranks: int = 1
+    dp_rank: int = 0
+    dp_size: int = 1
+
+
+class MakeTicket(Protocol):
+    """A ticket's text for blocks of this instance."""
+
+    def __call__(self, *, transfer: str, first: tuple[int, ...], blocks: BlockTable, tokens: int) -> str: ...
+
+
+@define
+class _Transfer:
+    id: str
+    mode: Mode
+    role: Role
+    request_id: str
+    ticket: Ticket | None = None
+    address: str | None = None
+    handed: bool = False
+    """Blocks were handed over, so each rank owes Released."""
+    released: int = 0
+    """How many ranks have said Released."""
+    freed: bool = False
+    request_gone: bool = False
+    end: Ended | None = None
+
+    @property
+    def over(self) -> bool:
+        return self.request_gone and self.end is not None and (self.freed or not self.handed)
+
+
+@define
+class _Send:
+    """A request whose blocks go to another instance; in pull its transfer is drawn when it has finished."""
+
+    transfer: _Transfer | Fault | None
+    prompt: int
+    ready: list[int]
+    """Per group, how many blocks were handed over (push)."""
+    last: bool = False
+    dropped: bool = False
+    """Nothing more is staged: aborted, preempted or failed."""
+
+    @property
+    def pushing(self) -> _Transfer | None:
+        """The transfer, while blocks are still to be staged."""
+        return self.transfer if isinstance(self.transfer, _Transfer) and not (self.last or self.dropped) else None
+
+
+@define
+class _Load:
+    """A request whose blocks come from another instance."""
+
+    transfer: _Transfer | Fault
+    prompt: int
+    tokens: int
+    """How many of the prompt's tokens come from elsewhere, those of a local prefix hit included."""
+    begun: bool = False
+    """vLLM has given blocks, or needs none."""
+    awaited: bool = False
+    """vLLM waits for `finished_recving`."""
+    computed: int = 0
+    """Prompt tokens that this instance computed itself."""
+    request_gone: bool = False
+
+
+class SchedulerHalf:
+    """See the module. Every method is called by vLLM's scheduler, in its one thread.
+
+    `block_sizes` are those of the KV cache groups, in tokens.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        identity: Identity,
+        block_sizes: Sequence[int],
+        pins: BlockPins,
+        read_ticket: ReadTicket,
+        make_ticket: MakeTicket,
+    ) -> None:
+        self._options = options
+        self._identity = identity
+        self._sizes = tuple(block_sizes)
+        self._pins = pins
+        self._read_ticket = read_ticket
+        self._make_ticket = make_ticket
+        self._sends: dict[str, _Send] = {}
+        self._loads: dict[str, _Load] = {}
+        self._probes: set[str] = set()
+        self._transfers: dict[str, _Transfer] = {}
+        self._events: list[EngineEvent] = []
+        self._begun: list[tuple[str, str]] = []
+        self._refused: list[str] = []
+        self.counters: Counter[str] = Counter()
+
+    # ------------------------------------------------------------ a request arrives
+
+    def on_new_request(self, request: EngineRequest) -> None:
+        options = self._options
+        wish = read_params(request.kv_transfer_params, options.mode, self._read_ticket, options.may_dial)
+        self._remember(request, wish)
+
+    def _remember(self, request: EngineRequest, wish: Wish) -> None:
+        if wish.probe:
+            self._probes.add(request.request_id)
+        if wish.consume is not None:
+            self._loads[request.request_id] = self._new_load(request, wish.consume)
+        if wish.produce is not None:
+            self._sends[request.request_id] = self._new_send(request, wish.produce)
+
+    def _new_load(self, request: EngineRequest, wish: Consume | Fault) -> _Load:
+        prompt = request.num_prompt_tokens
+        if isinstance(wish, Consume) and wish.transfer in self._transfers:
+            wish = _taken(wish.transfer)
+        if isinstance(wish, Fault):
+            logger.warning("kvx: request %s is not loaded: %s", request.request_id, wish.detail)
+            return _Load(wish, prompt, prompt)
+        transfer = _Transfer(wish.transfer, wish.mode, Role.CONSUMER, request.request_id, wish.ticket, wish.address)
+        self._transfers[transfer.id] = transfer
+        self._events.append(Claim(transfer.id, transfer.mode, ticket=wish.ticket, address=wish.address))
+        return _Load(transfer, prompt, prompt if wish.ticket is None else min(prompt, wish.ticket.grant.tokens))
+
+    def _new_send(self, request: EngineRequest, wish: Produce | Fault) -> _Send:
+        ready = [0] * len(self._sizes)
+        if isinstance(wish, Produce) and wish.transfer in self._transfers:
+            wish = _taken(wish.transfer)
+        if isinstance(wish, Fault):
+            logger.warning("kvx: request %s is not offered: %s", request.request_id, wish.detail)
+            return _Send(wish, request.num_prompt_tokens, ready)
+        if wish.mode is Mode.PULL:
+            return _Send(None, request.num_prompt_tokens, ready)
+        transfer = _Transfer(wish.transfer, Mode.PUSH, Role.PRODUCER, request.request_id)
+        self._transfers[transfer.id] = transfer
+        self._events.append(Claim(transfer.id, Mode.PUSH))
+        return _Send(transfer, request.num_prompt_tokens, ready)
+
+    # ------------------------------------------------------------ a consumer's request gets its blocks
+
+    def matched_tokens(self, request: EngineRequest, computed: int) -> tuple[int, bool]:
+        """How many tokens beyond `computed` will come from elsewhere; they always come asynchronously.
+
+        A faulty request asks for them too and fails at once, so that vLLM's own
+        `kv_load_failure_policy` decides what becomes of it.
+        """
+        load = self._loads.get(request.request_id)
+        if load is None or load.begun:
+            return 0, False
+        wanted = max(0, load.tokens - computed)
+        return wanted, wanted > 0
+
+    def blocks_allocated(self, request: EngineRequest, blocks: Sequence[Sequence[int]], external: int) -> None:
+        """vLLM has placed the request: its last `external` tokens of those wanted come from elsewhere."""
+        load = self._loads.get(request.request_id)
+        if load is None or load.begun:
+            return
+        load.begun = True
+        load.awaited = external > 0
+        transfer = load.transfer
+        if isinstance(transfer, Fault):
+            if external > 0:
+                self._refused.append(request.request_id)
+            return
+        local = load.tokens - external
+        # Only the prompt's blocks: vLLM may have allocated slots beyond it (look-ahead).
+        first = tuple(local // size if external else -(-load.tokens // size) for size in self._sizes)
+        table = BlockTable.of(
+            *(
+                group[start : -(-load.tokens // size)]
+                for group, start, size in zip(blocks, first, self._sizes, strict=True)
+            )
+        )
+        self._hand_over(transfer, table)
+        if transfer.mode is Mode.PULL:
+            part = Part(None, first, table)
+            self._events.append(Stage(transfer.id, Mode.PULL, part, True, load.tokens, transfer.ticket))
+        else:
+            lease_s, address = self._options.lease_s, transfer.address
+            self._events.append(Expose(transfer.id, Mode.PUSH, table, first, load.tokens, lease_s, address))
+        if external > 0:
+            self._begun.append((transfer.id, request.request_id))
+
+    def _hand_over(self, transfer: _Transfer, table: BlockTable) -> None:
+        if not table.empty:
+            transfer.handed = True
+            self._pins.hold(transfer.id, (block for group in table.groups for block in group))
+
+    # ------------------------------------------------------------ a step
+
+    def plan(self, scheduled: Iterable[Scheduled], preempted: Iterable[str]) -> Plan:
+        """What the workers have to do in the step that vLLM has just scheduled."""
+        for request_id in preempted:
+            send = self._sends.get(request_id)
+            # Nothing has left yet: it stages later. The last part is staged: it goes on, its blocks are pinned.
+            if send is not None and any(send.ready):
+                self._drop(send, Reason.PREEMPTED)
+        ready = []
+        for item in scheduled:
+            load = self._loads.get(item.request_id)
+            if load is not None:
+                load.computed += max(0, min(item.computed + item.scheduled, load.prompt) - item.computed)
+            send = self._sends.get(item.request_id)
+            if send is not None and (transfer := send.pushing) is not None:
+                ready += self._ready(send, transfer, item)
+        plan = Plan(tuple(self._events), tuple(ready), tuple(self._begun), tuple(self._refused))
+        self._events, self._begun, self._refused = [], [], []
+        return plan
+
+    def _ready(self, send: _Send, transfer: _Transfer, item: Scheduled) -> list[Ready]:
+        """Push: the blocks that this step completes, those of a local prefix hit with the first of them."""
+        done = min(item.computed + item.scheduled, send.prompt)
+        send.last = done == send.prompt
+        full = [done // size for size in self._sizes]
+        end = [-(-done // size) for size in self._sizes] if send.last else full
+        first = tuple(send.ready)
+        if end == send.ready and not send.last:
+            return []
+        groups = tuple(tuple(group[a:b]) for group, a, b in zip(item.blocks, first, end, strict=True))
+        send.ready = list(end)
+        self._hand_over(transfer, BlockTable.of(*groups))
+        whole = tuple(b - a for a, b in zip(first, full, strict=True))
+        return [Ready(transfer.id, first, groups, whole, send.last, send.prompt)]
+
+    @property
+    def busy(self) -> bool:
+        """Whether the engine has to keep stepping: to tell the workers something, or to hear Released."""
+        return bool(self._events or self._refused or self._pins.held)
+
+    # ------------------------------------------------------------ what the workers report
+
+    def expected(self, finished_recving: Iterable[str]) -> set[str]:
+        """Those of `finished_recving` that vLLM really waits for: it dies of any other."""
+        kept = set()
+        for request_id in finished_recving:
+            load = self._loads.get(request_id)
+            if load is not None and load.awaited:
+                load.awaited = False
+                kept.add(request_id)
+                if load.request_gone:
+                    del self._loads[request_id]
+        return kept
+
+    def recomputed(self, failed_recving: Iterable[str]) -> None:
+        self.counters["recomputed"] += len(set(failed_recving))
+
+    def report(self, report: WorkerReport) -> None:
+        for name, end in report.ended.items():
+            transfer = self._transfers.get(name)
+            if transfer is None:
+                continue
+            if transfer.end is None:
+                transfer.end = end
+                self._count(transfer, end)
+                if not end.ok:
+                    self._failed(transfer)
+            else:
+                transfer.end = transfer.end.merged(end)
+        for name, ranks in report.released.items():
+            transfer = self._transfers.get(name)
+            if transfer is None:
+                continue
+            transfer.released += ranks
+            if transfer.released >= self._identity.ranks:
+                transfer.freed = True
+                self._pins.drop(name)
+        for name in {**report.ended, **report.released}:
+            self._forget(self._transfers.get(name))
+
+    def _count(self, transfer: _Transfer, end: Ended) -> None:
+        self.counters[f"{transfer.role.value}_{'ok' if end.ok else 'failed'}"] += 1
+        self.counters[f"{transfer.role.value}_bytes"] += end.bytes if end.ok else 0
+
+    def _failed(self, transfer: _Transfer) -> None:
+        """A rank has failed: the others are stopped, and a producer that still stages is done with it."""
+        send = self._sends.get(transfer.request_id)
+        if send is not None and send.pushing is transfer:
+            self._drop(send, Reason.ABORTED)
+        elif self._identity.ranks > 1:
+            self._events.append(Abort(transfer.id, Reason.ABORTED, "another rank failed"))
+
+    def _drop(self, send: _Send, reason: Reason) -> None:
+        """Stage nothing more."""
+        if (transfer := send.pushing) is not None:
+            send.dropped = True
+            self._events.append(Abort(transfer.id, reason))
+
+    # ------------------------------------------------------------ a request ends
+
+    def request_finished(
+        self, request: EngineRequest, blocks: Sequence[Sequence[int]], *, completed: bool
+    ) -> dict[str, Any] | None:
+        """The request's answer parameters. `completed`: it ended as asked, not by an abort or error."""
+        answer: dict[str, Any] = {}
+        if request.request_id in self._probes:
+            self._probes.discard(request.request_id)
+            answer["kvx"] = self._probe(blocks)
+        load = self._loads.get(request.request_id)
+        if load is not None:
+            answer["kvx"] = {**answer.get("kvx", {}), **self._finish_load(request.request_id, load)}
+        send = self._sends.pop(request.request_id, None)
+        if send is not None:
+            answer |= self._finish_send(request, send, blocks, completed)
+        return answer or None
+
+    def _finish_load(self, request_id: str, load: _Load) -> dict[str, Any]:
+        transfer = load.transfer
+        if isinstance(transfer, Fault):
+            report: dict[str, Any] = {"ok": False, **transfer.answer()}
+        else:
+            if load.awaited or not load.begun:
+                self._events.append(
+                    Abort(transfer.id, Reason.ABORTED, ticket=transfer.ticket, address=transfer.address)
+                )
+            report = {"transfer": transfer.id, "mode": transfer.mode.value, **_told(transfer.end)}
+            transfer.request_gone = True
+            self._forget(transfer)
+        load.request_gone = True
+        if not load.awaited:
+            del self._loads[request_id]
+        return {**report, "computed_tokens": load.computed}
+
+    def _finish_send(
+        self, request: EngineRequest, send: _Send, blocks: Sequence[Sequence[int]], completed: bool
+    ) -> dict[str, Any]:
+        transfer = send.transfer
+        if isinstance(transfer, Fault):
+            return _no_transfer(transfer)
+        if transfer is None:
+            return self._offer(request, blocks) if completed else {}
+        self._drop(send, Reason.ABORTED)
+        if send.last and not completed and transfer.end is None:
+            self._events.append(Abort(transfer.id, Reason.ABORTED))
+        transfer.request_gone = True
+        self._forget(transfer)
+        return {"kvx": {"transfer": transfer.id, "mode": "push", **_told(transfer.end)}}
+
+    def _offer(self, request: EngineRequest, blocks: Sequence[Sequence[int]]) -> dict[str, Any]:
+        """Pull: expose the blocks and answer with the ticket, in upstream's keys and kvx's own."""
+        tokens = request.num_computed_tokens
+        table = BlockTable.of(*(g[: -(-tokens // size)] for g, size in zip(blocks, self._sizes, strict=True)))
+        pins = self._pins
+        if pins.held + len(table) > self._options.max_held_fraction * pins.total:
+            detail = f"{pins.held} of {pins.total} blocks are held for transfers (option max_held_fraction)"
+            return _no_transfer(Fault(Reason.NO_CAPACITY, detail))
+        transfer = _Transfer(secrets.token_hex(16), Mode.PULL, Role.PRODUCER, request.request_id, request_gone=True)
+        self._transfers[transfer.id] = transfer
+        self._hand_over(transfer, table)
+        first = (0,) * len(self._sizes)
+        self._events.append(Expose(transfer.id, Mode.PULL, table, first, tokens, self._options.lease_s))
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_engine_id": None,
+            "remote_block_ids": None,
+            "remote_host": None,
+            "remote_port": None,
+            "kvx": {"ticket": self._make_ticket(transfer=transfer.id, first=first, blocks=table, tokens=tokens)},
+        }
+
+    def _probe(self, own_blocks: Sequence[Sequence[int]]) -> dict[str, Any]:
+        identity = self._identity
+        return {
+            "instance": self._options.instance,
+            "epoch": identity.epoch,
+            "addresses": [self._options.at_rank(rank).advertise for rank in range(identity.ranks)],
+            "dp_rank": identity.dp_rank,
+            "dp_size": identity.dp_size,
+            "fingerprint": identity.fingerprint,
+            "counters": dict(self.counters),
+            "blocks": {
+                "total": self._pins.total,
+                "free": self._pins.free + sum(map(len, own_blocks)),
+                "held": self._pins.held,
+            },
+            "open": len(self._transfers),
+        }
+
+    def _forget(self, transfer: _Transfer | None) -> None:
+        if transfer is not None and transfer.over:
+            del self._transfers[transfer.id]
+
+
+def _taken(transfer: str) -> Fault:
+    return Fault(Reason.UNKNOWN_TRANSFER, f"transfer {transfer} is already open here")
+
+
+def _no_transfer(fault: Fault) -> dict[str, Any]:
+    """A producer's answer from which the consumer computes by itself."""
+    return {"do_remote_prefill": False, "do_remote_decode": False, "kvx": {"ok": False, **fault.answer()}}
+
+
+def _told(end: Ended | None) -> dict[str, Any]:
+    if end is None:
+        return {"ok": None}
+    told: dict[str, Any] = {"ok": end.ok, "bytes": end.bytes, "seconds": end.seconds}
+    return told if end.ok else {**told, "reason": (end.reason or Reason.OTHER).value, "detail": end.detail}

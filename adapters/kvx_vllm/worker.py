@@ -1,0 +1,135 @@
+"""The connector's half in a vLLM worker: owns the rank's kvx instance, decides nothing.
+
+The engine's thread only puts events and takes news (R12): one put per step for what the
+scheduler's half decided, one per layer for the blocks that layer has completed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+
+from attrs import frozen
+
+from kvx.core.events import EngineEvent, Stage
+from kvx.core.model import BlockTable, Layout, Mode, Outcome, Part, Released
+from kvx.engine import EngineInstance
+from kvx_vllm.metadata import Ended, Plan, Ready, WorkerReport
+
+# vLLM configures handlers for loggers below "vllm" only.
+logger = logging.getLogger("vllm.kvx.worker")
+
+
+@frozen
+class Results:
+    """Requests whose load is over; failed ones are in both sets, as vLLM wants it."""
+
+    finished: frozenset[str]
+    failed: frozenset[str]
+
+
+class WorkerHalf:
+    """See the module. `layout` is the one that `instance` was opened with."""
+
+    def __init__(self, instance: EngineInstance, layout: Layout) -> None:
+        self._instance = instance
+        self._groups = {layer.name: group.index for group in layout.groups for layer in group.layers}
+        self._plan = Plan()
+        self._fired: set[str] = set()
+        self._loads: dict[str, str] = {}
+        """Transfer to request, while vLLM waits for its outcome."""
+        self._refused: set[str] = set()
+        self._report = WorkerReport()
+
+    def begin_step(self, plan: Plan) -> None:
+        """Before the forward: hand over what the scheduler's half decided."""
+        self._plan = plan
+        self._fired.clear()
+        self._loads |= dict(plan.loads)
+        self._refused |= set(plan.refused)
+        if plan.events:
+            self._instance.put(plan.events)
+
+    def layer_saved(self, layer: str) -> None:
+        """In the forward: this layer's keys and values of the step are in the cache."""
+        if self._plan.ready and layer in self._groups and layer not in self._fired:
+            self._fired.add(layer)
+            self._put(self._whole_blocks(layer))
+
+    def end_step(self) -> None:
+        """After the forward: what no hook has told, and the last part of each request that is complete."""
+        if not self._plan.ready:
+            return
+        events: list[EngineEvent] = []
+        for layer in self._groups:
+            if layer not in self._fired:
+                events += self._whole_blocks(layer)
+        events += [_last(ready) for ready in self._plan.ready if ready.last]
+        self._plan = Plan()
+        self._put(events)
+
+    def _put(self, events: Iterable[EngineEvent]) -> None:
+        if batch := list(events):
+            self._instance.put(batch)
+
+    def _whole_blocks(self, layer: str) -> list[EngineEvent]:
+        at = self._groups[layer]
+        events: list[EngineEvent] = []
+        for ready in self._plan.ready:
+            if count := ready.full[at]:
+                blocks = [ready.blocks[at][:count] if group == at else () for group in range(len(ready.blocks))]
+                part = Part((layer,), ready.first, BlockTable.of(*blocks))
+                events.append(Stage(ready.transfer, Mode.PUSH, part, last=False, tokens=ready.tokens))
+        return events
+
+    def results(self) -> Results:
+        """Take the news: loads that are over by now, and for the scheduler's half the report."""
+        ended: dict[str, Ended] = {}
+        released: dict[str, int] = {}
+        finished = set(self._refused)
+        failed = set(self._refused)
+        self._refused.clear()
+        for news in self._instance.news():
+            if isinstance(news, Outcome):
+                ended[news.transfer] = _ended(news)
+                request = self._loads.pop(news.transfer, None)
+                if request is not None:
+                    finished.add(request)
+                    if not news.ok:
+                        failed.add(request)
+                _log(news, request)
+            elif isinstance(news, Released):
+                released[news.transfer] = 1
+        self._report = self._report.merged(WorkerReport(ended, released))
+        return Results(frozenset(finished), frozenset(failed))
+
+    def take_report(self) -> WorkerReport | None:
+        report, self._report = self._report, WorkerReport()
+        return report if report.ended or report.released else None
+
+    def snapshot(self) -> Mapping[str, object]:
+        return self._instance.snapshot()
+
+    def close(self) -> None:
+        self._instance.close()
+
+
+def _last(ready: Ready) -> Stage:
+    """What is left of the prompt: at most one partly filled block per group, in all layers."""
+    first = tuple(start + whole for start, whole in zip(ready.first, ready.full, strict=True))
+    rest = (blocks[whole:] for blocks, whole in zip(ready.blocks, ready.full, strict=True))
+    part = Part(None, first, BlockTable.of(*rest))
+    return Stage(ready.transfer, Mode.PUSH, part, last=True, tokens=ready.tokens)
+
+
+def _ended(outcome: Outcome) -> Ended:
+    return Ended(outcome.ok, outcome.mode, outcome.role, outcome.reason, outcome.detail, outcome.bytes, outcome.seconds)
+
+
+def _log(outcome: Outcome, request: str | None) -> None:
+    if outcome.ok:
+        logger.info("kvx: transfer %s ok, %d bytes, %.4f s", outcome.transfer, outcome.bytes, outcome.seconds)
+        return
+    reason = "other" if outcome.reason is None else outcome.reason.value
+    whose = f" of request {request}" if request else ""
+    logger.warning("kvx: transfer %s%s failed: %s (%s)", outcome.transfer, whose, reason, outcome.detail)
