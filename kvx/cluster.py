@@ -144,16 +144,14 @@ class Cluster:
     """
 
     def __init__(self, logs: Path | None = None) -> None:
-        self.logs = (
-            Path(tempfile.mkdtemp(prefix="kvx-cluster-")) if logs is None else logs
-        )
+        self.logs = Path(tempfile.mkdtemp(prefix="kvx-cluster-")) if logs is None else logs
         self.logs.mkdir(parents=True, exist_ok=True)
         self.children: list[Child] = []
-        self._warden: subprocess.Popen[str] | None = None
+        self._warden: _Warden | None = None
         self._previous: Any = None
 
     def __enter__(self) -> Self:
-        print(f"kvx: logs are in {self.logs}", file=sys.stderr, flush=True)
+        sys.stderr.write(f"kvx: logs are in {self.logs}\n")
         if threading.current_thread() is threading.main_thread():
             self._previous = signal.signal(signal.SIGTERM, _exit_on_term)
         return self
@@ -173,10 +171,10 @@ class Cluster:
 
     def start(self, name: str, launch: Launch, url: str) -> Child:
         """Start a server without waiting for it. `url` is where it will serve HTTP, such as `http://127.0.0.1:8000`."""
-        warden = self._warden or self._start_warden()
+        self._warden = self._warden or _Warden()
         log = self.logs / f"{name}.log"
         with log.open("ab") as out:
-            process = subprocess.Popen(
+            process = subprocess.Popen(  # noqa: S603 - the caller's own command
                 launch.command,
                 env={**os.environ, **launch.env},
                 stdin=subprocess.DEVNULL,
@@ -184,7 +182,7 @@ class Cluster:
                 stderr=subprocess.STDOUT,
                 process_group=0,
             )
-        _tell(warden, f"+{process.pid}\n")
+        self._warden.watch(process.pid)
         child = Child(name, url, log, process, url + launch.ready_path)
         self.children.append(child)
         return child
@@ -192,9 +190,7 @@ class Cluster:
     def wait_ready(self, *children: Child, timeout_s: float = READY_S) -> None:
         """Wait until these children (default: all) answer their probe; a death of any child ends the wait."""
         started = time.monotonic()
-        waiting = [
-            child for child in children or self.children if child.ready_s is None
-        ]
+        waiting = [child for child in children or self.children if child.ready_s is None]
         while waiting:
             self.check()
             for child in [child for child in waiting if child._is_ready()]:
@@ -202,18 +198,14 @@ class Cluster:
                 waiting.remove(child)
             if waiting and time.monotonic() - started > timeout_s:
                 names = ", ".join(child.name for child in waiting)
-                raise ClusterError(
-                    f"not ready after {timeout_s:g} s: {names}; {_story(waiting[0])}"
-                )
+                raise ClusterError(f"not ready after {timeout_s:g} s: {names}; {_story(waiting[0])}")
             time.sleep(_POLL_S)
 
     def check(self) -> None:
         """Raise ClusterError if a child has died."""
         for child in self.children:
             if not child.running:
-                raise ClusterError(
-                    f"{child.name} died with exit status {child.process.returncode}; {_story(child)}"
-                )
+                raise ClusterError(f"{child.name} died with exit status {child.process.returncode}; {_story(child)}")
 
     def stop(self, *children: Child, grace_s: float = TERM_S) -> None:
         """End these children (default: all) and their groups: SIGTERM, then SIGKILL after `grace_s` seconds.
@@ -231,34 +223,45 @@ class Cluster:
         for child in ending:
             self.children.remove(child)
             if self._warden is not None and child not in left:
-                _tell(self._warden, f"-{child.pid}\n")
+                self._warden.forget(child.pid)
         if not children and self._warden is not None:
-            assert self._warden.stdin is not None
-            self._warden.stdin.close()
-            self._warden.wait(TERM_S + KILL_S)
+            self._warden.end()
             self._warden = None
         if left:
-            raise ClusterError(
-                f"still running after SIGKILL: {', '.join(child.name for child in left)}"
+            raise ClusterError(f"still running after SIGKILL: {', '.join(child.name for child in left)}")
+
+
+class _Warden:
+    """The process that ends the groups it watches when our end of its pipe closes."""
+
+    def __init__(self) -> None:
+        reader, writer = os.pipe()
+        self._orders = os.fdopen(writer, "w")
+        try:
+            # In a session of its own: a terminal's Ctrl-C must not reach it before the servers are gone.
+            self._process = subprocess.Popen(  # noqa: S603 - our own program
+                (sys.executable, "-I", "-S", "-c", _WARDEN, str(TERM_S)),
+                stdin=reader,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
             )
+        finally:
+            os.close(reader)
 
-    def _start_warden(self) -> subprocess.Popen[str]:
-        # In a session of its own: a terminal's Ctrl-C must not reach it before the servers are gone.
-        self._warden = subprocess.Popen(
-            (sys.executable, "-I", "-S", "-c", _WARDEN, str(TERM_S)),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            start_new_session=True,
-        )
-        return self._warden
+    def watch(self, group: int) -> None:
+        self._order(f"+{group}\n")
 
+    def forget(self, group: int) -> None:
+        self._order(f"-{group}\n")
 
-def _tell(warden: subprocess.Popen[str], line: str) -> None:
-    assert warden.stdin is not None
-    warden.stdin.write(line)
-    warden.stdin.flush()
+    def end(self) -> None:
+        self._orders.close()
+        self._process.wait(TERM_S + 2 * KILL_S)
+
+    def _order(self, line: str) -> None:
+        self._orders.write(line)
+        self._orders.flush()
 
 
 def _story(child: Child) -> str:
