@@ -150,7 +150,10 @@ class Contacts:
         leg.grant, leg.lease_until = grant, now + grant.lease_s
         self._transfers.move(t, leg, Cause.GRANT, now)
         if t.engaged and not leg.terminal:
-            self._transfers.renew(t, leg, now)
+            if t.mode is Mode.PULL:
+                self._transfers.renew(t, leg, now)  # binds this reader; the ticket's lease has been running
+            else:
+                leg.renew_at = now + grant.lease_s / 3
         self._transfers.advance(t, leg, now)
 
     def _grant(self, t: Transfer, leg: Leg, association: Association, now: float) -> None:
@@ -248,7 +251,7 @@ class Contacts:
             if leg is None or leg.terminal:
                 continue
             if fact.reborn:
-                leg.proven_dead = True
+                leg.dead_since = now
             if leg.state is State.FENCING:
                 self._transfers.quarantine(leg, now)
             elif t.mode is Mode.PULL and not t.initiates:

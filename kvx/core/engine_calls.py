@@ -150,6 +150,8 @@ class EngineCalls:
             return
         stone = self._transfers.tombstones.get(event.transfer)
         if stone is not None:
+            if stone.owed:  # parts were handed over, the last one will not come
+                self._transfers.out.append(Report(Released(event.transfer)))
             self._transfers.tombstones.settle(event.transfer, reported=stone.reported, owed=False)
             return
         self._transfers.tombstones.bury(

@@ -67,7 +67,7 @@ class Leg:
     renew_at: float | None = None
     until: float | None = None
     address: str = ""  # where the peer's rank is dialled
-    proven_dead: bool = False  # another epoch of the peer has come
+    dead_since: float | None = None  # another epoch of the peer has come then
     next_part: int = 0
     ops: dict[int, float] = field(factory=dict)  # op id -> deadline
     nbytes: int = 0
@@ -100,6 +100,7 @@ class Transfer:
     last: bool = False
     last_part_at: float = 0.0
     patience_from: float = 0.0
+    due: float = float("inf")  # when `lifecycle` looks at it next
     engaged: bool = False  # the engine called Claim, Expose or Stage: an Outcome is owed
     handed: bool = False  # the engine handed over blocks: Released is owed
     finished: bool = False  # the engine gave its last Stage, exposed, or aborted

@@ -28,7 +28,7 @@ from kvx.core.legs import Leg, Limits, Transfer, first_there, incomplete, provis
 from kvx.core.machine import Cause, State, step
 from kvx.core.messages import Ack, Done, Renew, Revoke, Stopped
 from kvx.core.model import OP, ROLE, Descriptors, FenceScope, Mode, Outcome, Peer, Reason, Released, Side, Stamp
-from kvx.core.peers import Peers
+from kvx.core.peers import Errand, Peers
 from kvx.core.tombstones import Tombstone, Tombstones
 
 _FAILING = frozenset({State.DRAINING, State.REVOKING, State.FENCING})
@@ -65,7 +65,7 @@ class Transfers:
         t = Transfer(transfer, mode, role, now, [provisional(side is Side.INITIATOR)], patience_from=now)
         t.lease_s = self.limits.lease_s
         self.open[transfer] = t
-        heapq.heappush(self._due, (now, transfer))
+        self._schedule(t, now)
         return t
 
     def count(self, name: str) -> None:
@@ -209,7 +209,7 @@ class Transfers:
             case State.DONE:
                 self._accept(t, leg)
             case State.FAILED:
-                self._tell_failure(t, leg, cause)
+                self._tell_failure(t, leg, cause, now)
             case _:
                 pass
 
@@ -219,26 +219,31 @@ class Transfers:
             t.accepted |= {(leg.peer, leg.epoch)}
             self.ack(leg.peer, t.id, None)
 
-    def _tell_failure(self, t: Transfer, leg: Leg, cause: Cause) -> None:
+    def _tell_failure(self, t: Transfer, leg: Leg, cause: Cause, now: float) -> None:
         """A failed leg's peer is told what it may rely on."""
         if leg.peer is None:
             return
         reason, detail = t.failed or (Reason.OTHER, "")
         if t.initiates:
             if cause is not Cause.NACK:
-                self.peers.send(leg.peer, Stopped(t.id, reason, detail))
+                self._last_word(t, leg, Stopped(t.id, reason, detail), now)
         elif cause is Cause.DONE:
             self.ack(leg.peer, t.id, (reason, detail))
         elif cause not in (Cause.STOPPED, Cause.FENCED, Cause.FORBIDDEN):
-            self.peers.send(leg.peer, Revoke(t.id, reason, detail))
+            self._last_word(t, leg, Revoke(t.id, reason, detail), now)
+
+    def _last_word(self, t: Transfer, leg: Leg, message: Stopped | Revoke, now: float) -> None:
+        """Say it now, or when a rank that was being dialled is reached."""
+        assert leg.peer is not None
+        if not self.peers.send(leg.peer, message) and leg.address and leg.plan is None:
+            until = now + self.limits.lease_s
+            errand = Errand(t.id, t.mode, t.side, message.reason, message.detail, until, spread=False)
+            self.peers.owe(leg.address, errand, now)
 
     def quarantine(self, leg: Leg, now: float) -> None:
         """Proof that the writer is gone starts the clock; without it time frees nothing (R1)."""
-        if leg.proven_dead:
-            if leg.until is None or leg.until > now + self.limits.quarantine_s:
-                leg.until = now + self.limits.quarantine_s
-        elif leg.until is None:
-            leg.until = now + self.limits.grace_s
+        dead = leg.dead_since
+        leg.until = now + self.limits.grace_s if dead is None else dead + self.limits.quarantine_s
 
     def _fence(self, t: Transfer, leg: Leg, now: float) -> None:
         """Ask again, and cut the peer off where the transport can; older grants die with the generation (R2)."""
@@ -320,7 +325,7 @@ class Transfers:
             ok = t.failed is None
             self.report(Outcome(t.id, ok, reason, detail, t.mode, t.role, moved, now - t.started, len(t.parts)))
         if not t.over:
-            heapq.heappush(self._due, (self._due_at(t), t.id))
+            self._schedule(t, self._due_at(t))
             return
         owed = t.handed and not t.finished
         if t.handed and t.finished:
@@ -348,15 +353,23 @@ class Transfers:
             if t is not None and self._due_at(t) <= moment:
                 return moment
             heapq.heappop(self._due)
-            if t is not None:
-                heapq.heappush(self._due, (self._due_at(t), transfer))
+            if t is not None and t.due == moment:
+                t.due = float("inf")
+                self._schedule(t, self._due_at(t))
         return None
+
+    def _schedule(self, t: Transfer, moment: float) -> None:
+        """Look at this transfer at `moment`, unless that happens earlier anyway."""
+        if moment < t.due:
+            t.due = moment
+            heapq.heappush(self._due, (moment, t.id))
 
     def expire(self, now: float) -> None:
         """Let time pass for every transfer whose moment has come."""
         while (moment := self.deadline()) is not None and moment <= now:
             _, transfer = heapq.heappop(self._due)
             t = self.open[transfer]
+            t.due = float("inf")
             self._time(t, now)
             self.settle(t, now)
 
@@ -407,9 +420,13 @@ class Transfers:
                 self.advance(t, leg, now)
 
     def _fence_overdue(self, t: Transfer, leg: Leg, now: float) -> None:
-        if leg.proven_dead:
+        """The quarantine after a proven death is over; or it is time to ask again."""
+        if leg.dead_since is not None:
             self.move(t, leg, Cause.FENCED, now)
             return
-        leg.until = now + self.limits.grace_s
+        self.quarantine(leg, now)
+        association = self.peers.known.get(leg.peer) if leg.peer else None
+        if association is not None and association.link is None:
+            self.peers.dial(association.address, now)  # a restarted peer would prove the old one dead
         if not t.initiates:
             self.revoke(t, leg)
