@@ -31,6 +31,7 @@ from kvx.core.events import (
     Drain,
     EngineEvent,
     Event,
+    Expose,
     Fence,
     Forbid,
     Forbidden,
@@ -39,8 +40,9 @@ from kvx.core.events import (
     Post,
     Report,
     Send,
+    Stage,
 )
-from kvx.core.model import InstanceInfo, News, Outcome, Peer
+from kvx.core.model import InstanceInfo, News, Outcome, Peer, Reason, Released
 from kvx.memory import Memory
 from kvx.transport import Access, Transport
 
@@ -81,6 +83,8 @@ class Runtime:
         self._op_transport: dict[int, str] = {}
         self._forbidding: dict[str, int] = {}
         self._permitted: dict[str, set[str]] = {}
+        self._failed: str | None = None
+        self._refused: set[str] = set()
         self._asleep = False
         self._closing: float | None = None
         self._pid = os.getpid()
@@ -103,9 +107,20 @@ class Runtime:
 
     def put(self, events: Sequence[EngineEvent]) -> None:
         """Enqueue a batch; never blocks."""
+        if self._failed is not None:
+            self._refuse(events)
+            return
         self._inbox.append(events)
         if self._asleep:
             os.eventfd_write(self._wake, 1)
+
+    def _refuse(self, events: Sequence[EngineEvent]) -> None:
+        """Nothing runs any more, so nothing of these was begun: the engine hears that at once."""
+        for event in events:
+            if isinstance(event, (Expose, Stage)) and event.transfer not in self._refused:
+                self._refused.add(event.transfer)
+                self._news.append(Outcome(event.transfer, False, Reason.OTHER, f"kvx has stopped: {self._failed}"))
+                self._news.append(Released(event.transfer))
 
     def news(self) -> list[News]:
         """Dequeue everything that was reported; never blocks."""
@@ -138,9 +153,9 @@ class Runtime:
                     self._handle(Drain(0.0))
                 self._wait()
                 self._turn()
-        except Exception:
+        except Exception as error:  # noqa: BLE001 - whatever it is, the engine must not wait for ever
             _log.critical("the runtime of %s has stopped", self._endpoint.info.peer, exc_info=True)
-            raise
+            self._collapse(error)
         finally:
             self._selector.close()
             for name, transport in self._transports.items():
@@ -149,6 +164,15 @@ class Runtime:
                 except Exception:  # noqa: BLE001 - one transport must not keep the others open
                     _log.exception("transport %r did not close", name)
             self._control.close()
+
+    def _collapse(self, error: Exception) -> None:
+        """This thread cannot go on: every open request fails; its blocks stay out, for nothing proves them safe."""
+        self._failed = f"{type(error).__name__}: {error}"
+        for transfer in self._endpoint.engaged():
+            self._refused.add(transfer)
+            self._news.append(Outcome(transfer, False, Reason.OTHER, f"kvx has stopped: {self._failed}"))
+        while self._inbox:
+            self._refuse(self._inbox.popleft())
 
     def _finished(self) -> bool:
         """Closing is over: nothing is open, and the peers have read the last words (or time is up)."""
@@ -198,7 +222,7 @@ class Runtime:
             actions = self._endpoint.handle(event, self._clock())
         except LocalProtocolError:
             self.errors += 1
-            _log.exception("refused: %r", event)
+            _log.exception("refused: %s", event)
             actions = self._endpoint.expire(self._clock())
         self._perform(actions)
 
@@ -253,9 +277,7 @@ class Runtime:
         if not names:
             self._handle(Forbidden(transfer))
             return
-        self._forbidding[transfer] = sum(
-            self._transports[name].capabilities.access is Access.GRANT for name in names
-        )
+        self._forbidding[transfer] = sum(self._transports[name].capabilities.access is Access.GRANT for name in names)
         for name in names:
             self._transports[name].forbid(transfer)
 

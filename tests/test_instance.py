@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import secrets
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -224,3 +227,40 @@ def test_an_operator_can_ask_and_release(pair: tuple[Rank, Rank]) -> None:
     assert isinstance(outcome, Outcome) and outcome.reason is Reason.ABORTED
     assert not ask(p.instance.info.address, "release", text, secret=b"", timeout_s=5).ok
     assert not ask(p.instance.info.address, "fly", "", secret=b"", timeout_s=5).ok
+
+
+def test_a_runtime_that_stops_fails_what_is_open_and_what_comes(pair: tuple[Rank, Rank]) -> None:
+    p, _ = pair
+    p.instance.put([Expose("t11", Mode.PULL, BlockTable.of([7]), (0,), 32, 30.0)])
+    until = time.monotonic() + 5
+    while "t11" not in str(p.instance.snapshot()["open"]) and time.monotonic() < until:
+        time.sleep(0.01)
+    runtime = p.instance._runtime  # type: ignore[attr-defined]
+    runtime._control.poll = lambda: 1 / 0
+    p.instance.put([Claim("t12", Mode.PUSH)])
+    outcome = p.wait(Outcome, transfer="t11", limit_s=5)[0]
+    assert isinstance(outcome, Outcome) and "ZeroDivisionError" in outcome.detail
+    assert Released("t11") not in p.heard, "nothing proves that these blocks are safe"
+    p.instance.put([Expose("t13", Mode.PULL, BlockTable.of([8]), (0,), 32, 30.0)])
+    assert len(p.wait(Outcome, Released, transfer="t13", limit_s=5)) == 2
+
+
+def test_a_host_that_forks_before_it_starts_is_served() -> None:
+    program = (
+        "import os, sys, kvx.instance, numpy as np\n"
+        "if os.fork():\n"
+        "    sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))\n"
+        "sys.path.insert(0, sys.argv[1])\n"
+        "from test_instance import *\n"
+        "p, d = open_rank(1), open_rank(2)\n"
+        "push(p, d, 't', [3], [10], 20)\n"
+        "ok = all(rank.wait(Outcome, Released, transfer='t')[0].ok for rank in (p, d))\n"
+        "assert (p.memory[:, 3] == d.memory[:, 10]).all()\n"
+        "p.instance.close(); d.instance.close()\n"
+        "sys.exit(0 if ok else 1)\n"
+    )
+    here = str(Path(__file__).parent)
+    done = subprocess.run(
+        [sys.executable, "-c", program, here], timeout=60, check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr

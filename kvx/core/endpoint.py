@@ -126,6 +126,10 @@ class Endpoint:
         """Whether a transfer is open or a word is still owed."""
         return bool(self._transfers.open or self.peers.errands)
 
+    def engaged(self) -> list[str]:
+        """The open transfers whose engine has not had its Outcome."""
+        return [t.id for t in self._transfers.open.values() if t.engaged and not t.reported]
+
     def expire(self, now: float) -> list[Action]:
         """Let time pass."""
         self._expire(now)
