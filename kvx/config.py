@@ -183,7 +183,7 @@ class Options:
     quarantine_s: float = _seconds(
         5, 3600, "How long blocks stay unused after the process that wrote them is proven gone.", low=0
     )
-    transfer_max_s: float = _seconds(600, 86400, "Longest time of a transfer from its first operation on.")
+    transfer_max_s: float = _seconds(600, 86400, "Longest time of a transfer, from the engine's first call on.")
     keepalive_s: float = _seconds(2, 60, "Pause between two signs of life while transfers are open.")
     lost_s: float = _seconds(6, 300, "Silence after which a peer counts as lost.")
     ack_wait_s: float = _seconds(10, 600, "How long Done waits for its Ack.")
@@ -234,10 +234,11 @@ class Options:
     def transport_section(self, name: str, rank: int) -> dict[str, Any]:
         """What the factory of transport `name` is called with on one rank (see `TransportFactory`)."""
         return {
-            **self.sections.get(name, {}),
             "listen_host": parse_address(self.listen)[0],
             "advertise_host": parse_address(self.advertise)[0],
+            **self.sections.get(name, {}),
             "secret": self.secret,
+            "insecure": self.insecure,
             "peer": f"{self.instance}#{rank}",
         }
 
@@ -391,19 +392,21 @@ def _read_secret(path: object) -> bytes:
 
 
 def bounds(options: Options) -> dict[str, float]:
-    """For each class of failure the longest time, in seconds, until the engine has its outcome."""
+    """For each class of failure the longest time, in seconds, until the engine has its outcome.
+
+    A side that has to stop first drains or revokes, which `grace_s` bounds: it is more than `drain_limit_s`.
+    """
     o = options
     return {
-        "peer cannot be reached": o.handshake_s,
-        "push whose request never reaches the producer": o.lease_s,
-        "blocks or grant of the other side never come": o.patience_s,
-        "producer stops between two parts": o.part_gap_s + o.grace_s,
-        "operation hangs": o.op_timeout_s + o.grace_s,
-        "peer dies or stops": o.lost_s + o.grace_s,
-        "reader of a ticket dies": o.lease_s,
-        "abort": o.grace_s,
-        "answer to Done is lost": o.ack_wait_s,
-        "transfer is alive and too slow": o.transfer_max_s + o.grace_s,
+        "the peer cannot be reached, or its blocks or grant never come": o.patience_s,
+        "a push whose request never reaches the producer": o.lease_s + o.grace_s,
+        "the producer stops between two parts": o.part_gap_s + o.grace_s,
+        "an operation hangs": o.op_timeout_s + o.grace_s,
+        "the peer dies or stops in mid-transfer": o.lost_s + o.grace_s,
+        "the reader of a ticket dies or never comes": o.lease_s,
+        "an abort": o.grace_s,
+        "the answer to Done is lost": o.ack_wait_s,
+        "a transfer is alive and too slow": o.transfer_max_s + o.grace_s,
     }
 
 

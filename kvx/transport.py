@@ -89,7 +89,8 @@ TransportFactory = Callable[[Mapping[str, Any]], Transport]
 """Called with the options of the transport's own section of the configuration.
 
 Beside the operator's own keys the section has `listen_host` (where to listen: loopback by default),
-`advertise_host` (what peers dial), `secret` (bytes, empty: none) and `peer` (text, this rank's name).
+`advertise_host` (what peers dial), `secret` (bytes, empty: none), `insecure` (no secret is needed beyond loopback)
+and `peer` (text, this rank's name).
 """
 
 __all__ = ["Access", "Capabilities", "Completion", "FenceScope", "Transport", "TransportFactory"]
