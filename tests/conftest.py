@@ -1,13 +1,40 @@
-"""What every test gets: no option of this shell, and no way to hang."""
+"""What every test gets: no option of this shell, no way to hang, and a place for its raw figures."""
 
 from __future__ import annotations
 
+import datetime
 import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
 
 import pytest
+
+from kvx import report
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--evidence", metavar="DIR", help="write what tests measured to DIR/NAME.json (docs/evidence is kept in git)"
+    )
 
 
 @pytest.fixture(autouse=True)
 def _no_options_from_the_shell(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("KVX_") and name != "KVX_VENVS"]:
         monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def evidence(request: pytest.FixtureRequest) -> Callable[[str, Mapping[str, Any]], None]:
+    """`evidence(name, fields)` prints what a test measured and, with --evidence, keeps it as JSON."""
+    folder = request.config.getoption("--evidence")
+
+    def keep(name: str, fields: Mapping[str, Any]) -> None:
+        today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
+        content = report.document("evidence", {"name": name, "test": request.node.nodeid, "date": today, **fields})
+        print(f"{name}: {dict(fields)}")
+        if folder:
+            report.write(str(Path(folder) / f"{name}.json"), content)
+
+    return keep

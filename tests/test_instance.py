@@ -8,8 +8,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,6 +35,8 @@ from kvx.engine import Abort, Claim, EngineInstance, Expose, Stage
 from kvx.instance import make_ticket, open_instance, read_ticket
 from kvx.operator import ask
 
+Evidence = Callable[[str, Mapping[str, Any]], None]
+IDLE_S = 10
 BLOCK_BYTES, BLOCKS, LAYERS, BLOCK_SIZE = 4096, 64, 3, 32
 
 
@@ -158,7 +161,7 @@ def test_an_address_that_nobody_listens_on_fails_the_one_request(pair: tuple[Ran
     assert all(isinstance(n, Outcome) and n.ok for n in d.wait(Outcome, transfer="t5"))
 
 
-def test_one_ticket_serves_exactly_one_of_two_readers(pair: tuple[Rank, Rank]) -> None:
+def test_one_ticket_serves_exactly_one_of_two_readers(pair: tuple[Rank, Rank], evidence: Evidence) -> None:
     p, d = pair
     other = open_rank(3, integrity="crc")
     try:
@@ -173,21 +176,25 @@ def test_one_ticket_serves_exactly_one_of_two_readers(pair: tuple[Rank, Rank]) -
             reader.instance.put([Stage("t6", Mode.PULL, part, True, 40, ticket)])
         outcomes = [reader.wait(Outcome, Released, transfer="t6")[0] for reader in (d, other)]
         assert sorted(outcome.ok for outcome in outcomes if isinstance(outcome, Outcome)) == [False, True], outcomes
+        told = [{"ok": outcome.ok, "reason": outcome.reason and outcome.reason.value} for outcome in outcomes]
+        evidence("two-readers", {"readers": told})
         winner = d if outcomes[0].ok else other
         assert (winner.memory[:, target] == p.memory[:, source]).all()
     finally:
         other.instance.close()
 
 
-def test_nothing_wakes_while_nothing_is_open(pair: tuple[Rank, Rank]) -> None:
+def test_nothing_wakes_while_nothing_is_open(pair: tuple[Rank, Rank], evidence: Evidence) -> None:
     p, d = pair
     push(p, d, "t7", [1], [1], 20)
     for rank in pair:
         rank.wait(Outcome, Released, transfer="t7")
     time.sleep(0.3)
     before = [rank.instance.snapshot()["wakeups"] for rank in pair]
-    time.sleep(2)
-    assert [rank.instance.snapshot()["wakeups"] for rank in pair] == before
+    time.sleep(IDLE_S)
+    after = [rank.instance.snapshot()["wakeups"] for rank in pair]
+    evidence("idle-wakeups", {"idle_s": IDLE_S, "wakeups_before": before, "wakeups_after": after})
+    assert after == before
 
 
 def test_close_tells_the_peer_and_leaves_no_thread(pair: tuple[Rank, Rank]) -> None:
