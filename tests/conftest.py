@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -31,7 +31,7 @@ def evidence(request: pytest.FixtureRequest) -> Callable[[str, Mapping[str, Any]
     folder = request.config.getoption("--evidence")
 
     def keep(name: str, fields: Mapping[str, Any]) -> None:
-        today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
+        today = dt.datetime.now(tz=dt.UTC).date().isoformat()
         content = report.document("evidence", {"name": name, "test": request.node.nodeid, "date": today, **fields})
         print(f"{name}: {dict(fields)}")
         if folder:
