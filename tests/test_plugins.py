@@ -174,6 +174,9 @@ import kvx
 from kvx import plugins
 loaded = plugins.load()
 print(f"{(time.perf_counter() - before) * 1e3:.1f} ms, plugins: {loaded.names}")
+# Making attrs classes is what costs: none of the modules that hold many is there yet.
+costly = {"kvx.core.model", "kvx.core.events", "kvx.core.messages", "kvx.config", "kvx.driver"} & set(sys.modules)
+assert not costly, costly
 loaded.transports(), loaded.drivers()
 assert not loaded.broken, loaded.broken
 heavy = {"torch", "vllm", "sglang", "nixl", "prometheus_client", "pytest", "hypothesis"} & set(sys.modules)

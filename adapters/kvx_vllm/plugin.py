@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-from kvx.driver import EngineDriver
 from kvx.hookspecs import hookimpl
-from kvx_vllm.driver import VllmDriver
+
+if TYPE_CHECKING:
+    from kvx.driver import EngineDriver
 
 CONNECTOR = "KvxConnector"
 
 
 @hookimpl
 def kvx_drivers() -> Mapping[str, EngineDriver]:
+    from kvx_vllm.driver import VllmDriver
+
     return {"vllm": VllmDriver()}
 
 

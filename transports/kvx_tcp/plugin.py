@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvx.hookspecs import hookimpl
-from kvx.transport import Transport, TransportFactory
+
+if TYPE_CHECKING:
+    from kvx.transport import Transport, TransportFactory
 
 
 def make(section: Mapping[str, Any]) -> Transport:
