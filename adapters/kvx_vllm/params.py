@@ -12,7 +12,7 @@ from typing import Any
 from attrs import frozen
 
 from kvx.address import parse_address
-from kvx.core.errors import RemoteProtocolError
+from kvx.core.errors import ConfigError, RemoteProtocolError
 from kvx.core.model import Mode, Reason, Ticket
 
 MAX_TRANSFER_ID = 128
@@ -113,7 +113,7 @@ def _consume_push(kvx: Mapping[str, Any], may_dial: MayDial) -> Consume | Fault:
     address = kvx.get("from")
     try:
         parse_address(address if isinstance(address, str) else "")
-    except ValueError:
+    except ConfigError:
         return Fault(Reason.OTHER, f"kvx.from is {str(address)[:80]!r}, not HOST:PORT of a prefill instance")
     if not may_dial(str(address)):
         return Fault(Reason.AUTH, f"kvx.from is {address}, which is not in option peers")
