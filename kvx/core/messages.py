@@ -41,7 +41,7 @@ class Hello:
 
 @frozen
 class GrantMessage:
-    """Wire name `Grant`: a target hands its write grant to the initiator.
+    """A target hands its write grant to the initiator.
 
     `legs` are the ranks of the sender's instance that the receiver has to hear from; `plan` is
     the digest of this leg's plan (R6).
@@ -54,7 +54,7 @@ class GrantMessage:
 
 @frozen
 class Renew:
-    """The sender still wants these transfers; restarts their leases at the receiver.
+    """The sender still wants these transfers: their leases start anew at the receiver.
 
     With `echo` the receiver answers with an empty Renew: kvx's keepalive while legs are open.
     """
