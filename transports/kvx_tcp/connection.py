@@ -85,7 +85,10 @@ class Connection:
         try:
             while budget > 0 and self.open and len(self._queue) < MAX_QUEUED:
                 if self.incoming is not None:
-                    count = self.sock.recvmsg_into(self.incoming.views())[0]
+                    views = self.incoming.views()
+                    if self.incoming.last:  # the next header may come with it
+                        views = [*views, self._want]
+                    count = self.sock.recvmsg_into(views)[0]
                 else:
                     count = self.sock.recv_into(self._want)
                 if not count:
@@ -97,11 +100,14 @@ class Connection:
 
     def _taken(self, count: int) -> None:
         if self.incoming is not None:
-            self.incoming.advance(count)
+            payload = min(count, self.incoming.remaining)
+            self.incoming.advance(payload)
+            count -= payload
             if not self.incoming.remaining:
                 self.incoming = None
                 self._finish()
-            return
+            if not count or not self.open:
+                return
         self._want = self._want[count:]
         if self._want:
             return

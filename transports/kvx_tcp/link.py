@@ -230,9 +230,9 @@ class Link:
 
     def _withdraw(self, operation: Operation) -> None:
         """Ask for nothing more of it, and let nothing more of a READ into its memory."""
-        for queue in (self._turns, self._waiting):
-            if operation in queue:
-                queue.remove(operation)
+        queue = self._turns if operation in self._turns else self._waiting
+        if operation.home is None or queue is self._turns:
+            queue.remove(operation)
         for connection in self._questions:
             if connection.incoming is not None and connection.incoming.span is operation.local:
                 connection.incoming.divert(self.scratch)

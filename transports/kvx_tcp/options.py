@@ -7,14 +7,11 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
-from attrs import field, fields, frozen, validators
+from attrs import field, fields, frozen
+from attrs.validators import ge, le
 
 from kvx.core.errors import ConfigError
 from kvx_tcp.frames import MAX_CHUNK
-
-
-def _between(low: float, high: float) -> Any:
-    return validators.and_(validators.ge(low), validators.le(high))
 
 
 @frozen(kw_only=True)
@@ -30,14 +27,14 @@ class Options:
 
     listen_host: str = "127.0.0.1"
     advertise_host: str = ""
-    port: int = field(default=0, validator=_between(0, 65535))
+    port: int = field(default=0, validator=[ge(0), le(65535)])
     secret: bytes = field(default=b"", repr=False)
     peer: str = ""
-    streams: int = field(default=2, validator=_between(1, 64))
-    chunk_bytes: int = field(default=1 << 20, validator=_between(4096, MAX_CHUNK))
-    buffer_bytes: int = field(default=0, validator=_between(0, 1 << 30))
-    handshake_s: float = field(default=10.0, validator=_between(0.01, 3600))
-    silence_s: float = field(default=20.0, validator=_between(1, 3600))
+    streams: int = field(default=2, validator=[ge(1), le(64)])
+    chunk_bytes: int = field(default=2 << 20, validator=[ge(4096), le(MAX_CHUNK)])
+    buffer_bytes: int = field(default=0, validator=[ge(0), le(1 << 30)])
+    handshake_s: float = field(default=10.0, validator=[ge(0.01), le(3600)])
+    silence_s: float = field(default=20.0, validator=[ge(1), le(3600)])
     insecure: bool = False
 
     @classmethod

@@ -27,8 +27,8 @@ class Span:
 
     def views(self, start: int, length: int) -> list[memoryview]:
         """Views of the bytes from `start` on: `length` bytes, fewer where that takes over VIEWS pieces."""
-        first = int(np.searchsorted(self._ends, start, "right"))
-        last = min(int(np.searchsorted(self._ends, start + length, "left")) + 1, first + VIEWS)
+        first = int(self._ends.searchsorted(start, "right"))
+        last = min(int(self._ends.searchsorted(start + length, "left")) + 1, first + VIEWS)
         batch = slice(first, last)
         views = self._memory.cut(
             self.slot[batch].tolist(), self.pieces.offset[batch].tolist(), self.pieces.length[batch].tolist()
@@ -50,6 +50,7 @@ class Cursor:
         self._position = start
         self._filler = filler
         self._views: list[memoryview] = []
+        self._viewed = 0
 
     @classmethod
     def void(cls, length: int, filler: memoryview) -> Cursor:
@@ -61,19 +62,28 @@ class Cursor:
         self.span = None
         self._filler = filler
         self._views = []
+        self._viewed = 0
 
     def views(self) -> list[memoryview]:
-        if not self._views and self.remaining:
+        """What one system call can move of it; never empty while something remains."""
+        if not self._viewed:
             if self.span is not None:
                 self._views = self.span.views(self._position, self.remaining)
             elif self._filler is not None:
                 self._views = [self._filler[: self.remaining]]
+            self._viewed = sum(map(len, self._views))
         return self._views
+
+    @property
+    def last(self) -> bool:
+        """Does `views()` reach to the end?"""
+        return self._viewed == self.remaining
 
     def advance(self, count: int) -> None:
         """`count` bytes of `views()` have been moved."""
         self.remaining -= count
         self._position += count
+        self._viewed -= count
         views, used = self._views, 0
         while used < len(views) and count >= len(views[used]):
             count -= len(views[used])

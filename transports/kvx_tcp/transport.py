@@ -32,7 +32,7 @@ from kvx_tcp.timer import Timer
 
 _SLICE_S = 0.004
 """About how long one poll may work."""
-_TURN_BYTES = 4 << 20
+_TURN_BYTES = 2 << 20
 """What one connection may receive, and send, before another one has its turn."""
 _MAX_STRANGERS = 64
 """Accepted connections that have not proven themselves; the oldest makes room for a newer one."""
@@ -64,6 +64,7 @@ class TcpTransport:
         self._epoll.register(self._timer.fd, EPOLLIN)
         self._epoll.register(self._bell, EPOLLIN)
         self._completions: list[Completion] = []
+        self._polling = False
         self._connections: dict[int, Connection] = {}
         self._strangers: dict[Connection, None] = {}
         self._retired: deque[bytes] = deque(maxlen=_RETIRED)
@@ -150,17 +151,17 @@ class TcpTransport:
         self.report(Fenced(peer, generation))
 
     def poll(self) -> list[Completion]:
-        deadline = time.monotonic() + _SLICE_S
-        while not self._closed:
-            # One event at a time: epoll puts it at the end of its list, so that all have their turn.
-            events = self._epoll.poll(0, 1)
-            for fd, event in events:
-                self._handle(fd, event)
-            if not events or time.monotonic() > deadline:
-                break
-        completions, self._completions = self._completions, []
-        if completions:
+        if self._closed:
+            return []
+        if self._completions:
             os.eventfd_read(self._bell)
+        self._polling = True
+        deadline = time.monotonic() + _SLICE_S
+        # One event at a time: epoll puts it at the end of its list, so that all have their turn.
+        while time.monotonic() < deadline and (events := self._epoll.poll(0, 1)):
+            self._handle(*events[0])
+        self._polling = False
+        completions, self._completions = self._completions, []
         return completions
 
     def fileno(self) -> int:
@@ -232,7 +233,7 @@ class TcpTransport:
     def _accept(self, listener: socket.socket) -> None:
         try:
             sock, _ = listener.accept()
-        except BlockingIOError:
+        except (BlockingIOError, ConnectionAbortedError):
             return
         except OSError:
             # Out of descriptors: a level-triggered listener would now wake the runtime without end.
@@ -318,7 +319,7 @@ class TcpTransport:
         self._watch(connection)
 
     def report(self, completion: Completion) -> None:
-        if not self._completions:
+        if not self._polling and not self._completions:
             os.eventfd_write(self._bell, 1)
         self._completions.append(completion)
 
