@@ -212,12 +212,9 @@ class ControlChannel:
         return not self._links
 
     def close(self) -> None:
-        """Close every socket, after one attempt to send what is queued. May be called twice."""
+        """Close every socket at once; what the kernel has taken is still sent. May be called twice."""
         if self._closed:
             return
-        for link in list(self._links.values()):
-            if link.outbox:
-                self._flush(link)
         for link in list(self._links.values()):
             self._forget(link)
         self._closed = True

@@ -46,6 +46,18 @@ def closed_by_peer(sock: socket.socket) -> bool:
         return True
 
 
+def held_by_child(sock: socket.socket) -> socket.socket:
+    """A second descriptor, as a fork leaves it, of the connection at whose other end `sock` is."""
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            copy = socket.fromfd(int(number), socket.AF_INET, socket.SOCK_STREAM)
+            with contextlib.suppress(OSError):
+                if copy.getpeername() == sock.getsockname():
+                    return copy
+            copy.close()
+    raise AssertionError("nobody has accepted the connection")
+
+
 # ------------------------------------------------------------------------- carrying envelopes
 
 
@@ -130,10 +142,26 @@ def test_an_idle_channel_sleeps(ends: Ends) -> None:
     a, _ = ends.link(near, far)
     near.send(a, HELLO)
     ends.until(lambda: ends.messages(far))
-    ends.poll()
-    assert select.select([near.fileno(), far.fileno()], [], [], 0)[0] == []
-    assert near.deadline() is None
-    assert far.deadline() is None
+    for _ in range(2):
+        ends.poll()
+        assert select.select([near.fileno(), far.fileno()], [], [], 0)[0] == []
+        assert near.deadline() is None
+        assert far.deadline() is None
+        near.send(a, large(wire.MAX_FRAME))  # costs the link: now both have told of a loss
+        ends.until(lambda: ends.of(near, PeerLost) and ends.of(far, PeerLost))
+        ends.poll()
+
+
+def test_a_closed_connection_that_a_child_still_holds_wakes_nobody(ends: Ends) -> None:
+    far = ends.open()
+    sock = ends.dial(far)
+    ends.until(lambda: ends.of(far, PeerUp))
+    with held_by_child(sock):
+        far.disconnect(1, "test")
+        sock.close()
+        ends.until(lambda: far.deadline() is None)
+        ends.poll()
+        assert select.select([far.fileno()], [], [], 0)[0] == []
 
 
 # ------------------------------------------------------------------------------- bad peers

@@ -53,8 +53,11 @@ class Ends:
                 waiter.register(channel.fileno(), select.EPOLLIN)
             while not ready():
                 assert time.monotonic() < limit, self.seen
-                waiter.poll(0.05)
-                self.poll()
+                awake = waiter.poll(0.05)
+                if awake or any(
+                    (channel.deadline() or self.clock.now + 1) <= self.clock.now for channel in self.channels
+                ):
+                    self.poll()
 
     def poll(self) -> None:
         for channel in self.channels:
@@ -78,8 +81,10 @@ class Ends:
         return numbers
 
     def close(self) -> None:
-        for each in (*self.channels, *self.raw):
-            each.close()
+        for channel in self.channels:
+            channel.close()
+        for sock in self.raw:
+            sock.close()
 
     def messages(self, channel: ControlChannel) -> list[Message]:
         return [event.envelope.message for event in self.of(channel, Received)]
