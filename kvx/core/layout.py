@@ -125,8 +125,8 @@ def pairs(producer: Layout, consumer: Layout) -> tuple[Pair, ...]:
     """Every leg between two instances, sorted; the same from any rank's layouts (R6).
 
     Each consumer rank gets each head of each of its layers from exactly one producer rank;
-    where several hold it they take turns. A rank of either side without any data has exactly
-    one empty pair. Where both sides have pipeline stages the group of a foreign layer is not
+    where several hold it they take turns. A rank of either side without any data has an empty
+    pair with the rank that faces it. Where both sides have pipeline stages the group of a foreign layer is not
     known: a pair that any group would need then counts as not empty. Raises LayoutMismatch.
     """
     check(producer, consumer)
@@ -146,10 +146,9 @@ def pairs(producer: Layout, consumer: Layout) -> tuple[Pair, ...]:
         for stage, other, group in shared
         for rank, peer in links[group]
     }
-    idle = {(rank, _facing(rank, producer, consumer)) for rank in range(producer.ranks)}
-    empty = {pair for pair in idle if pair[0] not in {rank for rank, _ in full}}
-    idle = {(_facing(rank, consumer, producer), rank) for rank in range(consumer.ranks)}
-    empty |= {pair for pair in idle if pair[1] not in {rank for _, rank in full | empty}}
+    busy, served = {rank for rank, _ in full}, {rank for _, rank in full}
+    empty = {(rank, _facing(rank, producer, consumer)) for rank in range(producer.ranks) if rank not in busy}
+    empty |= {(_facing(rank, consumer, producer), rank) for rank in range(consumer.ranks) if rank not in served}
     return tuple(sorted([Pair(*ranks, empty=False) for ranks in full] + [Pair(*ranks, empty=True) for ranks in empty]))
 
 

@@ -132,6 +132,63 @@ def test_64_token_blocks_to_16_token_blocks() -> None:
     assert sorted(back[1].pieces()) == sorted(here.pieces())
 
 
+def test_pieces_are_as_large_as_both_sides_allow() -> None:
+    five = blocks(range(5))
+    for packing, size, tp, count in (
+        (Packing.TOKENS_HEADS, 4, 1, 5),
+        (Packing.TOKENS_HEADS, 16, 1, 5),
+        (Packing.TOKENS_HEADS, 4, 2, 5 * 4),
+        (Packing.TOKENS_HEADS, 16, 2, 5 * 4),
+        (Packing.HEADS_TOKENS, 4, 2, 5),
+        (Packing.HEADS_TOKENS, 16, 1, 5 * 4),
+        (Packing.HEADS_TOKENS, 16, 2, 5 * 2),
+        (Packing.HEADS, 4, 2, 5),
+        (Packing.WHOLE, 4, 1, 5),
+    ):
+        leg = plan_leg(rank(packing=packing), rank(tp - 1, tp, packing=packing, size=size))
+        assert len(leg.units(Role.PRODUCER, five)[1]) == 2 * count
+
+
+@pytest.mark.parametrize("packing", [Packing.HEADS_TOKENS, Packing.HEADS])
+def test_the_second_half_of_the_heads(packing: Packing) -> None:
+    here, there = plan_leg(rank(packing=packing), rank(1, 2, packing=packing)).move(blocks([5, 6]), blocks([5, 6]))
+    assert here.pieces() == [(layer, block * 32 + 16, 16) for layer in (0, 1) for block in (5, 6)]
+    assert there.pieces() == [(layer, block * 16, 16) for layer in (0, 1) for block in (5, 6)]
+
+
+def test_a_head_of_large_blocks() -> None:
+    """Two blocks of 4 tokens make one of 8: head 3 lies 3 * 8 tokens into it."""
+    small, large = (rank(nth, 4, packing=Packing.HEADS_TOKENS, size=size) for nth, size in ((3, 4), (3, 8)))
+    whole = rank(packing=Packing.HEADS_TOKENS, size=8)
+    here, there = plan_leg(whole, small).move(blocks([7]), blocks([1, 4], layers=("b",)))
+    assert here.pieces() == [(1, 7 * 64 + 48, 8), (1, 7 * 64 + 56, 8)]
+    assert there.pieces() == [(1, 8, 8), (1, 32, 8)]
+    here, there = plan_leg(small, large).move(blocks([1, 2]), blocks([3], layers=("a",)))
+    assert (here.pieces(), there.pieces()) == ([(0, 8, 16)], [(0, 48, 16)])
+
+
+def test_neighbours_in_two_regions_are_two_runs() -> None:
+    layout = relayer(rank(), LayerSpec("a", 0, 0, 32, 32), LayerSpec("b", 1, 32, 32, 32))
+    here, _ = plan_leg(layout, layout).move(blocks([0]), blocks([0]))
+    assert here.pieces() == [(0, 0, 32), (1, 32, 32)]
+
+
+def test_only_layers_that_both_parts_have_move() -> None:
+    leg = plan_leg(rank(stages=("abc",)), rank(stages=("abc",)))
+    here, _ = leg.move(blocks([1], layers=("a", "b")), blocks([1], layers=("b", "c", "x")))
+    assert here.region.tolist() == [1]
+    pieces, keys = leg.units(Role.CONSUMER, blocks([1], layers=("b", "c")), other=blocks([1], layers=("a", "b")))
+    assert (pieces.region.tolist(), keys.tolist()) == ([1], [1])
+
+
+def test_a_rank_and_itself_share_all_of_its_blocks() -> None:
+    for nth, tp, heads, replicated in ((3, 4, 8, False), (3, 4, 2, False), (2, 4, 1, True)):
+        layout = rank(nth, tp, heads=heads, replicated=replicated)
+        size = layout.groups[0].layers[0].block_bytes
+        ranges = plan_leg(layout, layout).ranges(Role.CONSUMER, blocks([9, 8, 3]))
+        assert ranges.pieces() == [(x, at * size, n * size) for x in (0, 1) for at, n in ((3, 1), (8, 2))]
+
+
 def test_four_ranks_share_two_heads() -> None:
     """F6: ranks 0 and 1 need head 0, ranks 2 and 3 head 1."""
     legs = [plan_leg(rank(heads=2), rank(nth, 4, heads=2)) for nth in range(4)]
@@ -148,6 +205,7 @@ def test_each_head_is_read_once_and_every_rank_released() -> None:
         (2, False, 1, [(0, 0, False), (1, 0, True), (2, 0, False), (3, 0, True)]),
         (1, True, 1, [(0, 0, False), (1, 0, True), (2, 0, True), (3, 0, True)]),
         (1, True, 2, [(0, 0, False), (1, 0, True), (2, 1, False), (3, 1, True)]),
+        (8, True, 1, [(0, 0, False), (1, 0, True), (2, 0, True), (3, 0, True)]),
         (4, True, 4, [(nth, nth, False) for nth in range(4)]),
         (2, False, 4, [(nth, nth, False) for nth in range(4)]),
         (4, False, 2, [(0, 0, False), (1, 0, False), (2, 1, False), (3, 1, False)]),
@@ -281,6 +339,10 @@ def test_what_cannot_be_mapped_is_named() -> None:
     odd = relayer(layout, *(evolve(layer, block_bytes=31) for layer in layout.groups[0].layers))
     assert refused(odd, rank(0, 2)) == "bytes and pieces of a block of layer 'a'"
     assert refused(odd, layout) == "bytes and pieces of a block of layer 'a'"
+    half, whole = (
+        relayer(rank(0, tp), LayerSpec("a", 0, 0, n, n), LayerSpec("b", 1, 0, n, n)) for tp, n in ((2, 3), (1, 6))
+    )
+    assert refused(half, whole) == "bytes and pieces of a block of layer 'a'"
 
 
 def test_layers_that_only_one_side_has_are_named() -> None:

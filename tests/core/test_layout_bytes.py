@@ -155,19 +155,19 @@ class World:
 
 @st.composite
 def worlds(draw: st.DrawFn) -> World:
-    producer_tp, consumer_tp = draw(st.sampled_from([1, 2, 3, 4])), draw(st.sampled_from([1, 2, 3, 4]))
+    producer_tp, consumer_tp = draw(st.sampled_from([1, 2, 4, 3])), draw(st.sampled_from([4, 2, 1, 3]))
     caches, sizes = [], []
     for index in range(draw(st.integers(1, 2))):
         packing = draw(st.sampled_from(Packing))
-        replicated = draw(st.booleans())
-        heads = draw(st.sampled_from([1, 2, 12]))
+        replicated = draw(st.sampled_from([False, False, False, True]))
+        heads = draw(st.sampled_from([12, 12, 2, 1]))
         fits = [tp for tp in (producer_tp, consumer_tp) if heads > tp and heads % tp]
         per_rank = {max(1, heads // tp) for tp in (producer_tp, consumer_tp)}
         if fits or (packing is Packing.WHOLE and len(per_rank) > 1):
             replicated = True
         small = draw(st.sampled_from([1, 2, 3]))
         cuttable = packing in (Packing.TOKENS_HEADS, Packing.HEADS_TOKENS)
-        ratio = draw(st.sampled_from([1, 1, 2, 4])) if cuttable else 1
+        ratio = draw(st.sampled_from([2, 1, 4])) if cuttable else 1
         ours, theirs = draw(st.permutations([small, small * ratio]))
         own = tuple(f"{index}.{layer}" for layer in range(draw(st.integers(1, 3))))
         caches.append(Cache(own, heads, packing, replicated, draw(st.integers(1, 3))))
@@ -183,13 +183,13 @@ def worlds(draw: st.DrawFn) -> World:
         Shape(tp, stages(), tuple(size[side] for size in sizes), 12, draw(arrangements))
         for side, tp in enumerate((producer_tp, consumer_tp))
     )
-    tokens = draw(st.integers(1, min(12, *(12 * min(size) for size in sizes))))
+    tokens = draw(st.integers(1, min(16, *(12 * min(size) for size in sizes))))
 
     def part(layout: Layout) -> Part:
         first, tables = [], []
         for group in layout.groups:
             end = -(-tokens // group.block_size)
-            start = draw(st.integers(0, end))
+            start = min(end, draw(st.sampled_from([0, 0, 1, 2, 12])))
             count = end - start
             base = draw(st.integers(0, layout.num_blocks - count))
             ids = range(base, base + count)
@@ -220,10 +220,10 @@ def common_tokens(world: World, group: int) -> range:
     return range(max(low for low, _ in spans), min(high for _, high in spans))
 
 
-quick = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
-@quick
+@settings(quick, max_examples=200)
 @given(worlds())
 def test_each_consumer_byte_is_written_once_and_nothing_else(world: World) -> None:
     sources = [memory(layout) for layout in world.producers]
@@ -334,10 +334,11 @@ def test_pairs_are_the_same_from_any_rank_and_nobody_is_left_out(world: World) -
         assert not pair.empty or pair.producer not in busy or pair.consumer not in served
     if len(served) == len(world.consumers):
         assert idle == Counter(set(range(len(world.producers))) - set(busy))
+    exact = 1 in (world.producers[0].pp_size, world.consumers[0].pp_size)
     full = {(pair.producer, pair.consumer) for pair in found if not pair.empty}
     for (ours, producer), (theirs, consumer) in product(enumerate(world.producers), enumerate(world.consumers)):
-        if not plan_leg(producer, consumer).empty:
-            assert (ours, theirs) in full
+        empty = plan_leg(producer, consumer).empty
+        assert ((ours, theirs) in full) == (not empty) if exact else empty or (ours, theirs) in full
 
 
 @quick
