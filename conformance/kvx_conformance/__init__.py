@@ -1,0 +1,1 @@
+"""What kvx is measured with: a deterministic simulation, mutants of its rules, golden wire vectors."""

@@ -1,0 +1,598 @@
+"""The simulated machine room: a clock, processes, control connections and a transport.
+
+Everything that happens is an entry (time, sequence, action) of one heap, and all chance comes
+from one `random.Random`, so a seed replays exactly. A process runs the real `Endpoint` and
+does with its actions what `kvx.runtime` does; its clock is off by up to a million seconds.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+import traceback
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from attrs import define, evolve, field, frozen
+
+from kvx.core import wire
+from kvx.core.endpoint import Endpoint
+from kvx.core.errors import LocalProtocolError
+from kvx.core.events import (
+    Action,
+    Cancel,
+    Connect,
+    Digest,
+    Digested,
+    Disconnect,
+    Event,
+    Fence,
+    Fenced,
+    Forbid,
+    Forbidden,
+    Introduce,
+    OpDone,
+    OpFailed,
+    PeerLost,
+    PeerUp,
+    Permit,
+    Post,
+    Received,
+    Report,
+    Send,
+)
+from kvx.core.legs import Limits
+from kvx.core.messages import Envelope
+from kvx.core.model import Access, Capabilities, FenceScope, InstanceInfo, News, Op, Peer
+from kvx_conformance.toy import Cache, Pool, covered
+
+HELD_REPLAYS = 6
+"""Envelopes of a dead epoch kept per pair of addresses, to be said again to its successor."""
+
+
+@frozen
+class Climate:
+    """What may go wrong in one world, as chances; what the transport can do; the bounds of waits."""
+
+    capabilities: Capabilities
+    limits: Limits
+    integrity: bool
+    latency_s: float = 0.005
+    op_s: float = 0.05
+    op_fails: float = 0.0
+    op_hangs: float = 0.0
+    op_hangs_forever: float = 0.0
+    corrupts: float = 0.0
+
+
+@define
+class Clock:
+    """The world's time and what is to happen in it."""
+
+    rng: random.Random
+    now: float = 0.0
+    steps: int = 0
+    _heap: list[tuple[float, int, Callable[[], None]]] = field(factory=list)
+    _sequence: int = 0
+
+    def at(self, moment: float, act: Callable[[], None]) -> None:
+        self._sequence += 1
+        heapq.heappush(self._heap, (max(moment, self.now), self._sequence, act))
+
+    def after(self, seconds: float, act: Callable[[], None]) -> None:
+        self.at(self.now + seconds, act)
+
+    def step(self, until: float) -> bool:
+        """Let the next thing happen; False if there is none before `until`."""
+        if not self._heap or self._heap[0][0] > until:
+            self.now = max(self.now, until)
+            return False
+        self.now, _, act = heapq.heappop(self._heap)
+        self.steps += 1
+        act()
+        return True
+
+
+@define(eq=False)
+class End:
+    """One end of a control connection."""
+
+    process: Process
+    number: int
+    last: float = 0.0  # when the last envelope sent from here arrives: the order is kept
+    gone: bool = False  # this end is closed, or has been told that the other one is
+
+
+@define(eq=False)
+class Wire:
+    """A control connection; a frozen one delivers later what it is given now."""
+
+    ends: tuple[End, End]
+    frozen_until: float = 0.0
+    dead: bool = False
+
+    def other(self, end: End) -> End:
+        return self.ends[1] if end is self.ends[0] else self.ends[0]
+
+
+@define(eq=False)
+class Operation:
+    """One one-sided operation under way. Its bytes land in several groups, at any time."""
+
+    op_id: int
+    op: Op
+    transfer: str
+    initiator: Process
+    target: Process
+    post: Post
+    pieces: list[tuple[int, int, int]]  # local offset, remote offset, length
+    ended: bool = False
+    hung: bool = False
+
+
+@define(eq=False)
+class Process:
+    """One rank of one start of an instance."""
+
+    fabric: Fabric
+    info: InstanceInfo
+    endpoint: Endpoint
+    cache: Cache
+    pool: Pool
+    report: Callable[[Process, News], None]
+    offset: float
+    rate: float
+    died_at: float | None = None
+    vanished: bool = False  # its host is gone: nobody hears a connection close
+    stalled_until: float = 0.0
+    inbox: deque[Event] = field(factory=deque)
+    ends: dict[int, tuple[Wire, End]] = field(factory=dict)
+    peers: dict[Peer, Process] = field(factory=dict)
+    permits: dict[str, list[Permit]] = field(factory=dict)
+    fences: dict[Peer, int] = field(factory=dict)
+    ops: dict[int, Operation] = field(factory=dict)
+    next_link: int = 1
+    timer: float | None = None
+    idle_turns: int = 0
+
+    @property
+    def alive(self) -> bool:
+        return self.died_at is None
+
+    @property
+    def name(self) -> str:
+        return f"{self.info.peer}@{self.info.epoch % 1000:03d}"
+
+    def local(self) -> float:
+        return self.offset + self.fabric.clock.now * self.rate
+
+    # ------------------------------------------------------------------ running
+
+    def feed(self, event: Event) -> None:
+        """Something has happened; a stalled process learns of it when it runs again."""
+        if not self.alive:
+            return
+        if self.fabric.clock.now < self.stalled_until:
+            self.inbox.append(event)
+        else:
+            self._run(event)
+
+    def stall(self, seconds: float) -> None:
+        self.stalled_until = max(self.stalled_until, self.fabric.clock.now + seconds)
+        self.fabric.clock.at(self.stalled_until, self._resume)
+
+    def _resume(self) -> None:
+        if self.fabric.clock.now < self.stalled_until or not self.alive:
+            return
+        while self.inbox and self.alive:
+            self._run(self.inbox.popleft())
+        self._tick()
+
+    def _run(self, event: Event) -> None:
+        self.fabric.note(self, "<-", event)
+        self.idle_turns = 0
+        try:
+            actions = self.endpoint.handle(event, self.local())
+        except LocalProtocolError as error:
+            self.fabric.violation(f"{self.name} refused {type(event).__name__}: {error}")
+            return
+        except Exception:
+            self.fabric.violation(f"{self.name} broke at {event!r}: {traceback.format_exc(limit=-3)}")
+            return
+        self._perform(actions)
+
+    def _tick(self) -> None:
+        if not self.alive or self.fabric.clock.now < self.stalled_until:
+            return
+        self.timer = None
+        self.idle_turns += 1
+        if self.idle_turns > 2000:
+            self.fabric.violation(f"{self.name} spins: its deadline does not move")
+            return
+        try:
+            actions = self.endpoint.expire(self.local())
+        except Exception:
+            self.fabric.violation(f"{self.name} broke in expire: {traceback.format_exc(limit=-3)}")
+            return
+        self._perform(actions)
+
+    def _perform(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            self.fabric.note(self, "->", action)
+            self._do(action)
+        self._arm()
+
+    def _arm(self) -> None:
+        deadline = self.endpoint.deadline()
+        if deadline is None:
+            self.timer = None
+            return
+        moment = max((deadline - self.offset) / self.rate, self.fabric.clock.now) + self.fabric.rng.uniform(1e-4, 1e-3)
+        if self.timer is None or moment < self.timer - 1e-3 or self.timer <= self.fabric.clock.now:
+            self.timer = moment
+            self.fabric.clock.at(moment, lambda: self._tick() if self.timer == moment else None)
+
+    def _do(self, action: Action) -> None:
+        match action:
+            case Send(link=link, envelope=envelope):
+                self.fabric.send(self, link, envelope)
+            case Report(news=news):
+                self.report(self, news)
+            case Connect(address=address):
+                self.fabric.connect(self, address)
+            case Disconnect(link=link):
+                self.fabric.disconnect(self, link)
+            case Introduce(info=info):
+                self.peers[info.peer] = self.fabric.process(info)
+            case Permit(transfer=transfer):
+                self.permits.setdefault(transfer, []).append(action)
+            case Forbid(transfer=transfer):
+                self._forbid(transfer)
+            case Fence(peer=peer, generation=generation):
+                self._fence(peer, generation)
+            case Post():
+                self.fabric.post(self, action)
+            case Cancel(op_id=op_id):
+                self.fabric.cancel(self, op_id)
+            case Digest(transfer=transfer, peer=peer):
+                digested = Digested(transfer, peer, self.cache.digest(action))
+                if self.fabric.rng.random() < 0.5:
+                    self.feed(digested)  # as kvx.runtime does: inside of the loop over the actions
+                else:
+                    self.fabric.soon(lambda: self.feed(digested))
+
+    def _forbid(self, transfer: str) -> None:
+        permitted = self.permits.pop(transfer, None)
+        if permitted is None or self.fabric.climate.capabilities.access is Access.GRANT:
+            self.fabric.soon(lambda: self.feed(Forbidden(transfer)))
+
+    def _fence(self, peer: Peer, generation: int) -> None:
+        def act() -> None:
+            self.fences[peer] = generation
+            self.feed(Fenced(peer, generation))
+
+        if self.fabric.climate.capabilities.fence is FenceScope.PEER:
+            self.fabric.soon(act)
+
+
+@define(eq=False)
+class Fabric:
+    """All processes and what connects them."""
+
+    rng: random.Random
+    climate: Climate
+    trace: Callable[[str], None] | None = None
+    clock: Clock = field(init=False)
+    violations: list[str] = field(factory=list)
+    listeners: dict[str, Process] = field(factory=dict)
+    processes: list[Process] = field(factory=list)
+    cuts: dict[frozenset[str], tuple[float, bool]] = field(factory=dict)  # instances -> (until, refuses)
+    wires: list[Wire] = field(factory=list)
+    said: dict[tuple[str, str], deque[Envelope]] = field(factory=dict)
+
+    def __attrs_post_init__(self) -> None:
+        self.clock = Clock(self.rng)
+
+    def violation(self, text: str) -> None:
+        self.violations.append(f"{self.clock.now:.3f}: {text}")
+        self.say(f"VIOLATION {text}")
+
+    def say(self, text: str) -> None:
+        if self.trace:
+            self.trace(f"{self.clock.now:10.4f} {text}")
+
+    def note(self, process: Process, arrow: str, what: object) -> None:
+        if self.trace:
+            self.say(f"{process.name} {arrow} {what!r}")
+
+    def soon(self, act: Callable[[], None]) -> None:
+        self.clock.after(self.rng.expovariate(1 / 0.002), act)
+
+    def delay(self) -> float:
+        return self.rng.expovariate(1 / self.climate.latency_s)
+
+    def process(self, info: InstanceInfo) -> Process:
+        """The process that this description is of, dead or alive."""
+        return next(p for p in reversed(self.processes) if p.info.peer == info.peer and p.info.epoch == info.epoch)
+
+    # ----------------------------------------------------------- control channel
+
+    def connect(self, process: Process, address: str) -> None:
+        number, process.next_link = process.next_link, process.next_link + 1
+
+        def arrive() -> None:
+            if not process.alive:
+                return
+            target = self.listeners.get(address)
+            cut = self._cut(process, target) if target else None
+            if target is None or target.vanished or cut is not None:
+                patience = self.rng.uniform(0.1, self.climate.limits.handshake_s)
+                self.clock.after(patience, lambda: process.feed(PeerLost(number, address, False, "no answer")))
+            elif not target.alive:
+                process.feed(PeerLost(number, address, True, "connection refused"))
+            else:
+                accepted, target.next_link = target.next_link, target.next_link + 1
+                ends = End(process, number), End(target, accepted)
+                link = Wire(ends)
+                self.wires.append(link)
+                process.ends[number], target.ends[accepted] = (link, ends[0]), (link, ends[1])
+                target.feed(PeerUp(accepted, None))
+                process.feed(PeerUp(number, address))
+
+        self.clock.after(self.delay(), arrive)
+
+    def send(self, process: Process, number: int, envelope: Envelope) -> None:
+        found = process.ends.get(number)
+        if found is None:
+            return
+        link, end = found
+        other = link.other(end)
+        if link.dead or not other.process.alive:
+            # A connection whose other host has vanished is noticed once its successor answers.
+            if self.listeners.get(other.process.info.address, process) is not other.process:
+                self.clock.after(self.delay(), lambda: self._lose(end, "reset by peer"))
+            return
+        self._remember(process, other.process, envelope)
+        data = wire.encode(envelope)
+        end.last = max(end.last + 1e-6, self.clock.now + self.delay(), link.frozen_until)
+        self.clock.at(end.last, lambda: self._arrive(link, end, data))
+
+    def _arrive(self, link: Wire, sender: End, data: bytes) -> None:
+        receiver = link.other(sender)
+        if link.dead or receiver.gone:
+            return
+        if self.clock.now < link.frozen_until:
+            sender.last = max(sender.last + 1e-6, link.frozen_until)
+            self.clock.at(sender.last, lambda: self._arrive(link, sender, data))
+            return
+        receiver.process.feed(Received(receiver.number, wire.decode(data)))
+
+    def disconnect(self, process: Process, number: int) -> None:
+        found = process.ends.pop(number, None)
+        if found is None:
+            return
+        link, end = found
+        end.gone = True
+        other = link.other(end)
+        self.clock.at(max(end.last + 1e-6, self.clock.now + self.delay()), lambda: self._lose(other, "closed by peer"))
+
+    def _lose(self, end: End, detail: str) -> None:
+        if end.gone:
+            return
+        end.gone = True
+        link, _ = end.process.ends.pop(end.number)
+        link.dead = True
+        address = link.other(end).process.info.address if end is link.ends[0] else None
+        end.process.feed(PeerLost(end.number, address, False, detail))
+
+    def break_wire(self, link: Wire) -> None:
+        link.dead = True
+        for end in link.ends:
+            self.clock.after(self.delay(), lambda end=end: self._lose(end, "connection lost"))  # type: ignore[misc]
+
+    def _remember(self, sender: Process, receiver: Process, envelope: Envelope) -> None:
+        key = (sender.info.address, receiver.info.address)
+        self.said.setdefault(key, deque(maxlen=HELD_REPLAYS)).append(envelope)
+
+    def replay(self, process: Process) -> int:
+        """Say again to this process, on its present connections, what its predecessor was told or a dead peer said.
+
+        Returns how many envelopes acted although an epoch in them is over: none may (R3).
+        """
+        acted = 0
+        for number, (link, end) in list(process.ends.items()):
+            other = link.other(end).process
+            for envelope in list(self.said.get((other.info.address, process.info.address), ())):
+                epochs = envelope.from_epoch, envelope.to_epoch
+                stale = epochs[0] != other.info.epoch or epochs[1] not in (0, process.info.epoch)
+                if stale and epochs[1] != 0 and process.alive and number in process.ends:
+                    before = process.endpoint.snapshot()["counts"], list(process.endpoint.peers.known)
+                    process.feed(Received(number, envelope))
+                    acted += before != (process.endpoint.snapshot()["counts"], list(process.endpoint.peers.known))
+        return acted
+
+    # ------------------------------------------------------------------- faults
+
+    def _cut(self, one: Process, two: Process) -> float | None:
+        until, _ = self.cuts.get(frozenset((one.info.instance, two.info.instance)), (0.0, False))
+        return until if self.clock.now < until else None
+
+    def between(self, one: str, two: str) -> list[Wire]:
+        names = {one, two}
+        return [w for w in self.wires if not w.dead and {end.process.info.instance for end in w.ends} == names]
+
+    def cut(self, one: str, two: str, seconds: float, *, breaks: bool) -> None:
+        """Nothing passes between two instances; their connections break at once, or freeze until it is over."""
+        until = self.clock.now + seconds
+        self.cuts[frozenset((one, two))] = (until, breaks)
+        for link in self.between(one, two):
+            if breaks:
+                self.break_wire(link)
+            else:
+                link.frozen_until = until
+                if self.rng.random() < 0.4:
+                    self.clock.at(until, lambda link=link: self.break_wire(link))  # type: ignore[misc]
+
+    def kill(self, process: Process, *, vanishes: bool) -> None:
+        process.died_at, process.vanished = self.clock.now, vanishes
+        for link, end in list(process.ends.values()):
+            other = link.other(end)
+            end.gone = True
+            if not vanishes:
+                moment = max(end.last + 1e-6, self.clock.now + self.delay())
+                self.clock.at(moment, lambda other=other: self._lose(other, "reset by peer"))  # type: ignore[misc]
+        process.ends.clear()
+
+    # ---------------------------------------------------------------- transport
+
+    def post(self, process: Process, action: Post) -> None:
+        local, remote = action.local.pieces(), action.remote.pieces()
+        pieces = [(a[1], b[1], a[2]) for a, b in zip(local, remote, strict=True)]
+        if any(a[2] != b[2] for a, b in zip(local, remote, strict=True)):
+            self.violation(f"{process.name} posted pieces of unequal lengths for {action.stamp.transfer}")
+        target = process.peers.get(action.peer)
+        if target is None:
+            self.violation(f"{process.name} posted to {action.peer}, which was never introduced")
+            return
+        op = Operation(action.op_id, action.op, action.stamp.transfer, process, target, action, pieces)
+        process.ops[op.op_id] = op
+        self.rng.shuffle(pieces)
+        groups = self.rng.choice((1, 1, 2, 3))
+        share = -(-len(pieces) // groups)
+        moments = sorted(self.rng.expovariate(1 / self.climate.op_s) for _ in range(groups))
+        fate = self.rng.random()
+        climate = self.climate
+        breaks_at = self.rng.randrange(groups + 1)
+        for number, moment in enumerate(moments):
+            batch = pieces[number * share : (number + 1) * share]
+            if fate < climate.op_fails and number >= breaks_at:
+                self.clock.after(moment, lambda: self._end(op, "the network failed"))
+                return
+            if climate.op_fails <= fate < climate.op_fails + climate.op_hangs and number >= breaks_at:
+                op.hung = True
+                hang = self.rng.uniform(0.5, 4.0) * climate.limits.op_timeout_s
+                rest = pieces[number * share :]
+                self.clock.after(moment + hang, lambda: self._land(op, rest))
+                self.clock.after(moment + hang + 0.01, lambda: self._finish(op))
+                return
+            if 1 - climate.op_hangs_forever < fate and number >= breaks_at:
+                op.hung = True
+                return
+            self.clock.after(moment, lambda batch=batch: self._land(op, batch))  # type: ignore[misc]
+        self.clock.after(moments[-1] + self.delay(), lambda: self._finish(op))
+
+    def cancel(self, process: Process, op_id: int) -> None:
+        op = process.ops.get(op_id)
+        if op is not None and self.rng.random() < 0.9:
+            self.soon(lambda: self._end(op, "cancelled"))
+
+    def _finish(self, op: Operation) -> None:
+        if op.ended:
+            return
+        until = self._cut(op.initiator, op.target)
+        if until is not None:
+            self.clock.at(until + self.delay(), lambda: self._finish(op))
+            return
+        if op.pieces:
+            self.clock.after(0.01, lambda: self._finish(op))
+            return
+        op.ended = True
+        op.initiator.ops.pop(op.op_id, None)
+        op.initiator.feed(OpDone(op.op_id, op.post.local.nbytes))
+
+    def _end(self, op: Operation, detail: str) -> None:
+        """R14: from here on no byte lands."""
+        if op.ended:
+            return
+        op.ended = True
+        op.initiator.ops.pop(op.op_id, None)
+        self.soon(lambda: op.initiator.feed(OpFailed(op.op_id, detail=detail)))
+
+    def _land(self, op: Operation, batch: list[tuple[int, int, int]]) -> None:
+        """Some bytes arrive, unless something on the way forbids it."""
+        if op.ended:
+            return
+        source, target = op.initiator, op.target
+        until = self._cut(source, target)
+        if until is not None:
+            if self.rng.random() < 0.3:
+                self._end(op, "the network was cut")
+            else:
+                self.clock.at(until + self.delay(), lambda: self._land(op, batch))
+            return
+        if not target.alive:
+            self._end(op, "the target is gone")
+            return
+        if not source.alive and (op.op is Op.READ or not self._echoes(source)):
+            op.ended = True
+            return
+        refusal = self._refused(op, batch)
+        if refusal:
+            self._end(op, refusal)
+            return
+        self._copy(op, batch)
+        for piece in batch:
+            op.pieces.remove(piece)
+
+    def _echoes(self, dead: Process) -> bool:
+        """A dead writer's bytes still come out of its network card for a while; R1 waits for that long."""
+        assert dead.died_at is not None
+        return self.clock.now < dead.died_at + 0.8 * self.climate.limits.quarantine_s
+
+    def _refused(self, op: Operation, batch: list[tuple[int, int, int]]) -> str | None:
+        stamp, target, peer = op.post.stamp, op.target, op.initiator.info.peer
+        capabilities = self.climate.capabilities
+        if capabilities.fence is FenceScope.PEER and stamp.generation < target.fences.get(peer, 0):
+            return "an older generation"
+        if stamp.epoch != target.info.epoch:
+            return "another epoch"
+        if capabilities.access is Access.REGION:
+            return None
+        for permit in target.permits.get(stamp.transfer, ()):
+            if permit.peer in (None, peer) and permit.op is op.op and permit.stamp == stamp:
+                if all(covered((0, there, size), permit.ranges) for _, there, size in batch):
+                    return None
+        return "not permitted"
+
+    def _copy(self, op: Operation, batch: list[tuple[int, int, int]]) -> None:
+        writes = op.op is Op.WRITE
+        owner = op.target if writes else op.initiator
+        blocks = owner.cache.blocks_of((there if writes else here, size) for here, there, size in batch)
+        strangers = {owner.pool.owner.get(block, "nobody") for block in blocks} - {op.transfer}
+        if strangers:
+            kind = "WRITE" if writes else "READ"
+            self.violation(f"a {kind} of {op.transfer} landed in blocks of {owner.name} that {sorted(strangers)} own")
+        for here, there, size in batch:
+            mine = op.initiator.cache.memory[here : here + size]
+            theirs = op.target.cache.memory[there : there + size]
+            if writes:
+                theirs[:] = mine
+            else:
+                mine[:] = theirs
+        if batch and self.rng.random() < self.climate.corrupts:
+            here, there, _ = batch[0]
+            memory, at = (op.target.cache.memory, there) if writes else (op.initiator.cache.memory, here)
+            memory[at] ^= 0x40
+
+
+def capabilities_of(rng: random.Random) -> Capabilities:
+    """A transport of some kind."""
+    return Capabilities(
+        ops=frozenset(Op),
+        access=rng.choice((Access.GRANT, Access.REGION)),
+        fence=rng.choice((FenceScope.NONE, FenceScope.PEER)),
+        cancel=rng.random() < 0.5,
+        max_descriptors=rng.choice((1 << 20, 1 << 20, 4)),
+    )
+
+
+def stretched(limits: Limits, rng: random.Random) -> Limits:
+    """The same proportions with some play, within what the configuration accepts."""
+    lease = limits.lease_s * rng.uniform(0.8, 1.6)
+    return evolve(
+        limits,
+        lease_s=lease,
+        patience_s=limits.patience_s * rng.uniform(0.6, 1.5),
+        op_timeout_s=limits.op_timeout_s * rng.uniform(0.6, 1.5),
+        transfer_max_s=limits.transfer_max_s * rng.uniform(0.7, 1.3),
+    )
