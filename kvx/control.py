@@ -167,7 +167,6 @@ class ControlChannel:
             self._forget(known)
             return
         known.state = _State.CLOSING
-        known.inbox.clear()
         self._backlog.pop(link, None)
         self._timed[link] = self._clock() + _LINGER_S
         self._limit_unproven(known)
@@ -195,7 +194,7 @@ class ControlChannel:
         for fd, mask, link in heard:
             if fd == listening:
                 self._accept()
-            elif link is not None and link.number in self._links:
+            elif link is not None:
                 self._ready(link, mask & ~_HEARD if link.number in waiting else mask)
         for number, found in self._lookups.take():
             self._looked_up(number, found)
@@ -323,7 +322,7 @@ class ControlChannel:
             return
         if mask & _HEARD:
             self._receive(link, sock)
-        if mask & select.EPOLLOUT and link.number in self._links:
+        if mask & select.EPOLLOUT:
             self._flush(link)
 
     def _receive(self, link: _Link, sock: socket.socket) -> None:

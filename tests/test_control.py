@@ -366,6 +366,19 @@ def test_a_closed_link_does_not_linger(ends: Ends) -> None:
     assert ends.seen[far] == [PeerUp(1, None)]
 
 
+def test_closing_links_do_not_pile_up(ends: Ends) -> None:
+    far = ends.open()
+    for number in range(1, control.MAX_UNPROVEN + 7):
+        ends.dial(far)
+        ends.until(lambda number=number: len(ends.of(far, PeerUp)) == number)  # type: ignore[misc]
+        far.proven(number)
+    assert far.stats["dropped"] == 0
+    for event in ends.of(far, PeerUp):
+        far.disconnect(event.link, "test")
+    assert far.stats["dropped"] == 6
+    assert not ends.of(far, PeerLost)
+
+
 def test_disconnect_takes_back_what_was_not_told_yet(ends: Ends) -> None:
     near, far = ends.open(), ends.open()
     a, _ = ends.link(near, far)
