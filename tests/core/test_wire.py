@@ -37,6 +37,7 @@ from kvx.core.model import (
 VECTORS = Path(__file__).parents[2] / "conformance" / "kvx_conformance" / "vectors" / "v1"
 KEY = b"a shared secret"
 EPOCH = 0x1122334455667788
+FINGERPRINT = "ca60d62bb6cf1c4ba714c5a306e5ae9b"
 LAYOUT = Layout(
     model="toy",
     dtype="bfloat16",
@@ -66,13 +67,11 @@ PULL = evolve(GRANT, mode=Mode.PULL)
 NONCE = bytes(range(16))
 PROOF = bytes(range(32))
 
-HELLO_3 = Hello(
-    3, echo=NONCE, proof=PROOF, fingerprint=LAYOUT.fingerprint(), info=INFO, metadata={"tcp": b"\x00m", "a": b""}
-)
+HELLO_3 = Hello(3, echo=NONCE, proof=PROOF, fingerprint=FINGERPRINT, info=INFO, metadata={"tcp": b"\x00m", "a": b""})
 
 SAMPLES: dict[str, Message] = {
     "hello-1": Hello(1, (1,), EPOCH, NONCE, "0badcafe"),
-    "hello-2": Hello(2, (1, 2), EPOCH, NONCE, "0badcafe", NONCE[::-1], PROOF, LAYOUT.fingerprint(), {"dtype": "x"}),
+    "hello-2": Hello(2, (1, 2), EPOCH, NONCE, "0badcafe", NONCE[::-1], PROOF, FINGERPRINT, {"dtype": "x"}),
     "hello-3": HELLO_3,
     "hello-refusal": Hello(2, (1,), EPOCH, refusal=Reason.LAYOUT, detail="dtype differs"),
     "grant": GrantMessage(GRANT, (0, 1), "00ff"),
