@@ -33,7 +33,7 @@ test-deep: env ## slow tests and 10,000 simulated worlds
 	.venv/bin/kvx sim --seeds 10000 --json $(RUN)/sim.json
 
 test-engines: env-vllm ## real vLLM servers on this machine's CPUs
-	$(VLLM) $(PYTEST) $(RUN)/test-engines.xml -m vllm tests
+	$(VLLM) $(PYTEST) $(RUN)/test-engines.xml -m vllm tests/engines tests/adapters
 
 check: env ## lint, format, types and import contracts
 	.venv/bin/ruff check
