@@ -228,6 +228,26 @@ def test_pipeline_stages_meet_by_name() -> None:
     assert numbers(staged[0], staged[0]) == [(0, 0, False), (1, 1, False)]
 
 
+def test_groups_that_are_shared_differently() -> None:
+    """Layer a is cut by heads, layer b held by every rank: who needs whom depends on the stage."""
+
+    def mixed(nth: int, tp: int, stages: tuple[str, ...]) -> Layout:
+        heads, copies = rank(nth, tp, stages=stages), rank(nth, tp, stages=stages, replicated=True)
+        groups = [
+            evolve(layout.groups[0], index=index, layers=tuple(x for x in layout.groups[0].layers if x.name == name))
+            for index, (layout, name) in enumerate(((heads, "a"), (copies, "b")))
+        ]
+        return evolve(heads, groups=tuple(groups))
+
+    together, apart = mixed(1, 2, ("ab",)), mixed(0, 1, ("a", "b"))
+    assert numbers(together, apart) == [(0, 0, False), (0, 1, False), (1, 0, False)]
+    assert numbers(apart, together) == [(0, 0, False), (0, 1, False), (1, 0, False), (1, 1, False)]
+    # With stages on both sides nobody knows the groups of all layers: the pair (3, 1) is there, its leg is empty.
+    staged = [mixed(nth, 2, ("a", "b")) for nth in range(4)]
+    assert numbers(staged[0], apart) == [(0, 0, False), (1, 0, False), (2, 1, False), (3, 1, False)]
+    assert [plan_leg(staged[nth], mixed(1, 1, ("a", "b"))).empty for nth in (2, 3)] == [False, True]
+
+
 def test_a_stage_without_layers_still_has_a_pair() -> None:
     split, empty = rank(stages=("a", "b")), rank(stages=("ab", ""))
     assert numbers(split, empty) == [(0, 0, False), (1, 0, False), (1, 1, True)]
