@@ -55,11 +55,7 @@ class Contacts:
         for leg in t.open_legs():
             assert leg.peer is not None
             leg.address = info.address if leg.peer == info.peer else info.addresses[leg.peer.rank]
-            known = self._peers.known.get(leg.peer)
-            if known is not None and known.link is not None and known.info.epoch == t.epoch:
-                self.join(t, leg, now)
-            elif leg.peer != info.peer:
-                self._peers.dial(leg.address, now)
+        self.join_all(t, now)
 
     def _bind(self, t: Transfer, association: Association) -> None:
         """Fix the instance and epoch that take part, and with them the legs. Raises LayoutMismatch."""
@@ -123,8 +119,20 @@ class Contacts:
 
     # -------------------------------------------------- joining a connected peer
 
+    def join_all(self, t: Transfer, now: float) -> None:
+        """Go on with every leg whose peer is connected, and dial the others."""
+        for leg in t.open_legs():
+            assert leg.peer is not None
+            known = self._peers.known.get(leg.peer)
+            if known is not None and known.link is not None and known.info.epoch == t.epoch:
+                self.join(t, leg, now)
+            elif leg.address:
+                self._peers.dial(leg.address, now)
+
     def join(self, t: Transfer, leg: Leg, now: float) -> None:
         """The peer of this leg is connected: the active side goes on."""
+        if t.failed:
+            return  # by what came of an earlier leg
         assert leg.peer is not None
         association = self._peers.known[leg.peer]
         if leg.plan is None:
@@ -201,9 +209,9 @@ class Contacts:
 
     def _met(self, fact: Met, now: float) -> None:
         association = fact.association
-        peer, addresses = association.peer, {fact.address, association.info.address}
+        peer, reached = association.peer, fact.address or association.info.address
         for t in list(self._transfers.open.values()):
-            if not t.met and t.failed is None and t.address in addresses and t.address == (fact.address or t.address):
+            if not t.met and t.failed is None and t.address == reached:
                 self.meet(t, association, now)
                 self._transfers.settle(t, now)
         for transfer in list(self._transfers.of_peer.get(peer, ())):
@@ -212,8 +220,8 @@ class Contacts:
             if leg is not None and not leg.terminal and leg.epoch == association.info.epoch:
                 self._repeat(t, leg, association, now)
                 self._transfers.settle(t, now)
-        for address in addresses - {None}:
-            for errand in self._peers.errands.pop(address or "", ()):
+        for address in {reached, association.info.address}:
+            for errand in self._peers.errands.pop(address, ()):
                 self._run(errand, association, now)
 
     def _repeat(self, t: Transfer, leg: Leg, association: Association, now: float) -> None:

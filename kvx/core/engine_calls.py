@@ -8,7 +8,7 @@ from kvx.core.contact import Contacts
 from kvx.core.errors import LocalProtocolError
 from kvx.core.events import Abort, Claim, Expose, Permit, Report, Stage
 from kvx.core.layout import Coverage, check_blocks, plan_leg
-from kvx.core.legs import Transfer
+from kvx.core.legs import Leg, Transfer
 from kvx.core.lifecycle import Transfers
 from kvx.core.machine import Cause
 from kvx.core.model import (
@@ -77,8 +77,7 @@ class EngineCalls:
             leg.nbytes = ranges.nbytes
             self._transfers.out.append(Permit(t.id, None, Op.READ, ranges, Stamp(t.id, self._info.epoch, 0)))
         elif t.met:
-            for leg in t.open_legs():
-                self._contacts.join(t, leg, now)
+            self._contacts.join_all(t, now)
         self._contacts.contact(t, now)
         self._transfers.settle(t, now)
 
@@ -119,12 +118,17 @@ class EngineCalls:
             t.parts.append(event.part)
             t.last = event.last
             for leg in t.open_legs():
-                self._transfers.move(t, leg, Cause.STAGED, now)
-                if first and leg.grant is not None:
-                    self._transfers.renew(t, leg, now)
-                self._transfers.advance(t, leg, now)
+                self._staged(t, leg, now, first=first)
         self._contacts.contact(t, now)
         self._transfers.settle(t, now)
+
+    def _staged(self, t: Transfer, leg: Leg, now: float, *, first: bool) -> None:
+        if t.failed:
+            return  # by this very part, on an earlier leg
+        self._transfers.move(t, leg, Cause.STAGED, now)
+        if first and leg.grant is not None:
+            self._transfers.renew(t, leg, now)
+        self._transfers.advance(t, leg, now)
 
     def _cover(self, t: Transfer, event: Stage) -> str | None:
         if t.coverage is None:

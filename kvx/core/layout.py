@@ -44,8 +44,7 @@ def check(producer: Layout, consumer: Layout) -> None:
         raise LayoutMismatch("soundness", flaws[0] or "sound", flaws[1] or "sound")
     theirs = consumer.facts()
     for fact, value in producer.facts().items():
-        # Bits per token and head are those of this rank's layers; they are compared below, layer by layer.
-        if theirs[fact] != value and not fact.endswith("bits per token and head"):
+        if theirs[fact] != value:
             raise LayoutMismatch(fact, value, theirs[fact])
     names = [set(chain.from_iterable(_stages(layout))) for layout in (producer, consumer)]
     if names[0] != names[1]:

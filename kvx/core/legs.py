@@ -16,6 +16,7 @@ from kvx.core.machine import SETTLED, TERMINAL, State, Table
 from kvx.core.model import (
     SIDE,
     Access,
+    BlockTable,
     Capabilities,
     Descriptors,
     Grant,
@@ -165,12 +166,28 @@ def provisional(initiates: bool) -> Leg:
     return Leg(None, State.NEW if initiates else State.EXPOSED)
 
 
-def first_there(t: Transfer, leg: Leg) -> tuple[int, ...]:
-    """`Done.first`: from where on this side has moved, per group in the owner's blocks."""
-    assert leg.grant is not None and leg.layout is not None and t.coverage is not None
+def first_moved(t: Transfer, leg: Leg) -> tuple[int, ...]:
+    """Initiator, for `Done.first`: from where on it has moved, per group in the consumer's blocks.
+
+    Not in the owner's blocks: where those are larger, a reader may begin in the middle of one.
+    """
+    assert leg.grant is not None and t.coverage is not None
+    return leg.grant.first if t.mode is Mode.PUSH else t.coverage.first()
+
+
+def moved(t: Transfer, leg: Leg, first: tuple[int, ...], own: Layout) -> tuple[Part, Part | None]:
+    """Target, from `Done.first`: the part of its own blocks that was moved, and the reader's part."""
+    assert t.own is not None and leg.layout is not None
     if t.mode is Mode.PUSH:
-        return leg.grant.first
-    return window(t.coverage.first(), t.coverage.layout, leg.layout, t.tokens)
+        return t.own, None
+    here = window(first, leg.layout, own, t.tokens)
+    groups = zip(t.own.blocks.groups, t.own.first, here, strict=True)
+    tail = Part(None, here, BlockTable(tuple(blocks[max(0, start - low) :] for blocks, low, start in groups)))
+    theirs = tuple(
+        tuple(range(max(0, -(-t.tokens // group.block_size) - start)))
+        for start, group in zip(first, leg.layout.groups, strict=True)
+    )
+    return tail, Part(None, first, BlockTable(theirs))
 
 
 def incomplete(t: Transfer, leg: Leg) -> str | None:
@@ -188,7 +205,7 @@ def incomplete(t: Transfer, leg: Leg) -> str | None:
     staged = {g: min(part.first[g] for part in t.parts if part.blocks.groups[g]) for g in used}
     if any(covered[g] > staged[g] for g in used):
         return f"blocks from {staged} on were staged with gaps before {covered}"
-    theirs = first_there(t, leg)
+    theirs = window(covered, t.coverage.layout, leg.layout, t.tokens)
     if any(leg.grant.first[g] > theirs[g] for g in used):
         return f"blocks from {theirs} on are wanted, only those from {leg.grant.first} on are granted"
     return None

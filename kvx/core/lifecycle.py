@@ -24,7 +24,7 @@ from kvx.core.events import (
     Post,
     Report,
 )
-from kvx.core.legs import Leg, Limits, Transfer, first_there, incomplete, provisional
+from kvx.core.legs import Leg, Limits, Transfer, first_moved, incomplete, provisional
 from kvx.core.machine import Cause, State, step
 from kvx.core.messages import Ack, Done, Renew, Revoke, Stopped
 from kvx.core.model import OP, ROLE, Descriptors, FenceScope, Mode, Outcome, Peer, Reason, Released, Side, Stamp
@@ -294,7 +294,7 @@ class Transfers:
     def done(self, t: Transfer, leg: Leg) -> None:
         assert leg.peer is not None and leg.plan is not None
         legs = leg.heard
-        self.peers.send(leg.peer, Done(t.id, legs, first_there(t, leg), leg.plan.digest, leg.digest or ""))
+        self.peers.send(leg.peer, Done(t.id, legs, first_moved(t, leg), leg.plan.digest, leg.digest or ""))
 
     def revoke(self, t: Transfer, leg: Leg) -> None:
         if leg.peer is not None:

@@ -65,7 +65,7 @@ class Renew:
 
 @frozen
 class Done:
-    """All operations of this leg are complete. `first` per group, in the owner's blocks."""
+    """All operations of this leg are complete. `first` per group, in the consumer's blocks."""
 
     transfer: TransferId
     legs: tuple[Rank, ...]

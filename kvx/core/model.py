@@ -207,8 +207,6 @@ class Layout:
             facts[at + "total_heads"] = str(group.total_heads)
             facts[at + "packing"] = group.packing.value
             facts[at + "replicated"] = str(group.replicated)
-            sizes = sorted({layer.block_bytes * 8 // (group.block_size * group.heads) for layer in group.layers})
-            facts[at + "bits per token and head"] = str(sizes)
         return facts
 
     def fingerprint(self) -> str:

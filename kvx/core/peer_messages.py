@@ -6,11 +6,11 @@ from kvx.core.contact import Contacts
 from kvx.core.errors import LocalProtocolError
 from kvx.core.events import Report
 from kvx.core.layout import check_blocks
-from kvx.core.legs import Leg, Transfer
+from kvx.core.legs import Leg, Transfer, moved
 from kvx.core.lifecycle import Transfers
 from kvx.core.machine import Cause, State
 from kvx.core.messages import Ack, Command, Done, GrantMessage, Hello, Message, Renew, Revoke, Stopped
-from kvx.core.model import BlockTable, Mode, Offered, Part, Peer, Reason, Side
+from kvx.core.model import Mode, Offered, Peer, Reason, Side
 from kvx.core.peers import Association, Peers
 from kvx.core.tombstones import Tombstone
 
@@ -99,9 +99,13 @@ class PeerMessages:
         assert t.own is not None
         if len(message.first) != len(t.own.first):
             return Reason.BOUNDS, f"{len(message.first)} groups were moved, {len(t.own.first)} are exposed"
-        for first, low, blocks in zip(message.first, t.own.first, t.own.blocks.groups, strict=True):
-            if not low <= first <= low + len(blocks):
-                return Reason.BOUNDS, f"blocks from {message.first} on were moved, from {t.own.first} on are exposed"
+        part, _ = moved(t, leg, message.first, self._peers.info.layout)
+        inside = all(
+            low <= first <= low + len(blocks)
+            for first, low, blocks in zip(part.first, t.own.first, t.own.blocks.groups, strict=True)
+        )
+        if not inside or (t.mode is Mode.PUSH and message.first != t.own.first):
+            return Reason.BOUNDS, f"blocks from {message.first} on were moved, from {t.own.first} on are exposed"
         return None
 
     def _on_renew(self, association: Association, transfer: str, now: float) -> None:
@@ -159,16 +163,15 @@ class PeerMessages:
 
     def _completed(self, t: Transfer, leg: Leg, message: Done, now: float) -> None:
         """Target, EXPOSED: the peer says that every byte is moved."""
-        assert t.own is not None and leg.plan is not None
-        groups = zip(t.own.blocks.groups, t.own.first, message.first, strict=True)
-        tail = Part(None, message.first, BlockTable(tuple(blocks[first - low :] for blocks, low, first in groups)))
+        assert leg.plan is not None
+        part, theirs = moved(t, leg, message.first, self._peers.info.layout)
         if t.mode is Mode.PULL:
-            leg.nbytes = leg.plan.ranges(t.role, tail).nbytes
+            leg.nbytes = leg.plan.ranges(t.role, part).nbytes
         if not self._transfers.integrity or leg.empty:
             self._transfers.move(t, leg, Cause.DONE, now)
         elif leg.digest is None:
             leg.digest = message.digest
-            self._transfers.digest(t, leg, [leg.plan.units(t.role, tail, t.tokens)])
+            self._transfers.digest(t, leg, [leg.plan.units(t.role, part, t.tokens, theirs)])
 
     def _on_ack(self, association: Association, message: Ack, now: float) -> None:
         t = self._transfers.open.get(message.transfer)
