@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import socket
 import struct
 import threading
@@ -13,11 +15,15 @@ from typing import Any
 import pytest
 from attrs import evolve
 
+from kvx.control import ControlChannel
 from kvx.core import wire
+from kvx.core.endpoint import Endpoint
 from kvx.core.errors import ConfigError, KvxError, RemoteProtocolError, TransportError
 from kvx.core.messages import Ack, Command, Envelope, Hello, Message, Renew
-from kvx.core.model import Reason
+from kvx.core.model import InstanceInfo, Layout, Reason
+from kvx.memory import Memory
 from kvx.operator import ask
+from kvx.runtime import Runtime
 
 SECRET = b"shared"
 EPOCH = 99
@@ -84,6 +90,33 @@ def play() -> Iterator[Play]:
     yield start
     for acceptor in made:
         acceptor.close()
+
+
+@pytest.fixture
+def instance() -> Iterator[str]:
+    """Control address of a rank without an engine's memory."""
+    control = ControlChannel("127.0.0.1:0", handshake_s=10, clock=time.monotonic)
+    info = InstanceInfo("i", 0, EPOCH, control.address, Layout("m", "f", "v", (), 1))
+    endpoint = Endpoint(info, capabilities=unused, entropy=os.urandom, key=SECRET)
+    runtime = Runtime(endpoint, control, {}, Memory([]), choose=unused)
+    yield control.address
+    runtime.close()
+
+
+def unused(_: InstanceInfo | None) -> Any:
+    raise AssertionError("no peer has come")
+
+
+def test_a_running_instance_answers(instance: str) -> None:
+    answer = ask(instance, "status", secret=SECRET, timeout_s=20)
+    assert answer.ok
+    assert json.loads(answer.body)["open"] == {}
+    refused = ask(instance, "dance", secret=SECRET, timeout_s=20)
+    assert not refused.ok
+    assert "dance" in refused.detail
+    for other in (b"other", b""):
+        with pytest.raises(KvxError, match="the shared secrets differ"):
+            ask(instance, "status", secret=other, timeout_s=20)
 
 
 @pytest.mark.parametrize("key", [SECRET, b""])
