@@ -24,6 +24,8 @@ MAX_IN_FLIGHT = 64
 """Operations that are open at one peer at a time; further ones wait in order."""
 READ_AHEAD = 4
 """Chunks that may be asked for on one connection before the first has arrived."""
+ALONE = 4
+"""Chunks that an operation moves in one turn while no other one waits for its own."""
 
 
 @define(eq=False)
@@ -143,7 +145,7 @@ class Link:
         if operation.op is Op.READ and len(self._questions[connection]) > READ_AHEAD:
             return
         offset = operation.asked
-        length = min(self.chunk_bytes, operation.local.nbytes - offset)
+        length = min(self.chunk_bytes * (1 if self._turns else ALONE), operation.local.nbytes - offset)
         if length:
             operation.asked += length
             kind = Kind.PUT if operation.op is Op.WRITE else Kind.GET

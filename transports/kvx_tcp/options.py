@@ -12,6 +12,7 @@ from attrs.validators import ge, le
 
 from kvx.core.errors import ConfigError
 from kvx_tcp.frames import MAX_CHUNK
+from kvx_tcp.link import ALONE
 
 
 @frozen(kw_only=True)
@@ -31,7 +32,7 @@ class Options:
     secret: bytes = field(default=b"", repr=False)
     peer: str = ""
     streams: int = field(default=2, validator=[ge(1), le(64)])
-    chunk_bytes: int = field(default=2 << 20, validator=[ge(4096), le(MAX_CHUNK)])
+    chunk_bytes: int = field(default=1 << 20, validator=[ge(4096), le(MAX_CHUNK // ALONE)])
     buffer_bytes: int = field(default=0, validator=[ge(0), le(1 << 30)])
     handshake_s: float = field(default=10.0, validator=[ge(0.01), le(3600)])
     silence_s: float = field(default=20.0, validator=[ge(1), le(3600)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import select
 import socket
 import time
@@ -50,10 +51,8 @@ class Relay:
             except BlockingIOError:
                 pass
         if destination is not None and held and not hold:
-            try:
+            with contextlib.suppress(BlockingIOError):
                 del held[: destination.send(held)]
-            except BlockingIOError:
-                pass
 
     def cut(self):
         for pair in self.pairs:
@@ -168,7 +167,7 @@ def test_a_cancelled_read_ends_at_once_and_the_rest_goes_nowhere(pair, pump):
     b.memory[:] = 2
     b.transport.permit("t", a.peer, Op.READ, whole(32 * MIB), STAMP)
     a.post(1, b, Op.READ, whole(32 * MIB), whole(32 * MIB), STAMP)
-    pump(a, b, until=lambda: a.memory.any())
+    pump(a, b, until=a.memory.any)
     a.transport.cancel(1)
     a.told += a.transport.poll()
     assert a.failed(1).reason is Reason.ABORTED
@@ -204,7 +203,7 @@ def test_the_peer_closes_in_the_middle(pair, pump, op):
     (a if op is Op.WRITE else b).memory[:] = 2
     b.transport.permit("t", a.peer, op, whole(32 * MIB), STAMP)
     a.post(1, b, op, whole(32 * MIB), whole(32 * MIB), STAMP)
-    pump(a, b, until=lambda: (b if op is Op.WRITE else a).memory.any())
+    pump(a, b, until=(b if op is Op.WRITE else a).memory.any)
     b.transport.close()
     pump(a, until=lambda: 1 in a.ended)
     assert a.failed(1).reason is Reason.TRANSPORT
@@ -220,7 +219,7 @@ def test_a_restarted_peer_replaces_the_old_one(make, pump):
     a.memory[:] = 2
     old.transport.permit("t", None, Op.WRITE, whole(8 * MIB), STAMP)
     a.post(1, old, Op.WRITE, whole(8 * MIB), whole(8 * MIB), STAMP)
-    pump(a, old, until=lambda: old.memory.any())
+    pump(a, old, until=old.memory.any)
     new = make("b", 8 * MIB, epoch=2)
     a.know(new)
     a.poll_dry()
@@ -239,7 +238,7 @@ def test_a_restarted_initiator_ends_what_the_old_one_had_open(make, pump):
     old.memory[:] = 2
     b.transport.permit("t", old.peer, Op.WRITE, whole(16 * MIB), STAMP)
     old.post(1, b, Op.WRITE, whole(16 * MIB), whole(16 * MIB), STAMP)
-    pump(old, b, until=lambda: b.memory.any())
+    pump(old, b, until=b.memory.any)
     new = make("a", 16 * MIB, epoch=2)
     b.know(new)
     b.memory[:] = 9

@@ -92,11 +92,11 @@ def test_what_lies_in_the_sockets_when_it_is_forbidden_never_lands(pair, pump):
 
 
 def test_forbidden_in_the_middle_of_a_frame(pair, pump):
-    a, b = pair(16 * MIB, warm=True, chunk_bytes=16 * MIB)
+    a, b = pair(16 * MIB, warm=True, chunk_bytes=4 * MIB)
     a.memory[:] = 2
     b.transport.permit("t", a.peer, Op.WRITE, whole(16 * MIB), STAMP)
     a.post(1, b, Op.WRITE, whole(16 * MIB), whole(16 * MIB), STAMP)
-    pump(a, b, until=lambda: b.memory.any())
+    pump(a, b, until=b.memory.any)
     assert not b.memory.all()
     b.transport.forbid("t")
     b.memory[:] = 9
@@ -107,11 +107,11 @@ def test_forbidden_in_the_middle_of_a_frame(pair, pump):
 
 
 def test_a_read_that_is_forbidden_on_the_way_is_not_done(pair, pump):
-    a, b = pair(16 * MIB, warm=True, chunk_bytes=16 * MIB)
+    a, b = pair(16 * MIB, warm=True, chunk_bytes=4 * MIB)
     b.memory[:] = 2
     b.transport.permit("t", None, Op.READ, whole(16 * MIB), STAMP)
     a.post(1, b, Op.READ, whole(16 * MIB), whole(16 * MIB), STAMP)
-    pump(a, b, until=lambda: a.memory.any())
+    pump(a, b, until=a.memory.any)
     assert not a.memory.all()
     b.transport.forbid("t")
     b.memory[:] = 9
@@ -121,11 +121,11 @@ def test_a_read_that_is_forbidden_on_the_way_is_not_done(pair, pump):
 
 
 def test_forbidden_after_the_reader_has_cancelled(pair, pump):
-    a, b = pair(16 * MIB, warm=True, chunk_bytes=16 * MIB)
+    a, b = pair(16 * MIB, warm=True, chunk_bytes=4 * MIB)
     b.memory[:] = 2
     b.transport.permit("t", None, Op.READ, whole(16 * MIB), STAMP)
     a.post(1, b, Op.READ, whole(16 * MIB), whole(16 * MIB), STAMP)
-    pump(a, b, until=lambda: a.memory.any())
+    pump(a, b, until=a.memory.any)
     a.transport.cancel(1)
     a.memory[:] = 5
     a.poll_dry()
@@ -159,7 +159,7 @@ def test_a_fence_ends_what_is_under_way_and_lets_a_newer_generation_in(pair, pum
     a.memory[:] = 2
     b.transport.permit("t", a.peer, Op.WRITE, whole(16 * MIB), STAMP)
     a.post(1, b, Op.WRITE, whole(16 * MIB), whole(16 * MIB), STAMP)
-    pump(a, b, until=lambda: b.memory.any())
+    pump(a, b, until=b.memory.any)
     b.transport.fence(a.peer, 4)
     b.memory[:] = 9
     pump(a, b, until=lambda: 1 in a.ended)

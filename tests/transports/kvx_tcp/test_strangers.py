@@ -49,9 +49,7 @@ class Stranger:
         return self.sock.recv(count) if got[-1] else b""
 
     def hello(self, name="s#0"):
-        hello = Hello(
-            name, str(self.rank.peer), b"i" * 16, self.metadata["incarnation"], b"g" * 16, b"n" * 16
-        )
+        hello = Hello(name, str(self.rank.peer), b"i" * 16, self.metadata["incarnation"], b"g" * 16, b"n" * 16)
         self.sock.send(hello.encode())
         return hello
 
@@ -245,7 +243,11 @@ def test_another_rank_at_the_address_is_not_taken_for_the_peer(make, pump):
 
 @pytest.mark.parametrize(
     "options",
-    [{"listen_host": "0.0.0.0"}, {"listen_host": "0.0.0.0", "secret": b"x"}, {"listen_host": "192.0.2.77", "secret": b"x"}],
+    [
+        {"listen_host": "0.0.0.0"},
+        {"listen_host": "0.0.0.0", "secret": b"x"},
+        {"listen_host": "192.0.2.77", "secret": b"x"},
+    ],
 )
 def test_where_it_does_not_listen(options):
     transport = TcpTransport(options)
@@ -262,7 +264,8 @@ def test_without_a_secret_it_dials_loopback_only(make):
 
 
 @pytest.mark.parametrize(
-    "change", [{"host": "name.example"}, {"port": 0}, {"version": 2}, {"incarnation": b"x"}, {"streams": 0}, {"host": 5}]
+    "change",
+    [{"host": "name.example"}, {"port": 0}, {"version": 2}, {"incarnation": b"x"}, {"streams": 0}, {"host": 5}],
 )
 def test_metadata_that_cannot_be_used(make, change):
     a, b = make("a"), make("b")
