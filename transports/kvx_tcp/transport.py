@@ -156,11 +156,13 @@ class TcpTransport:
         if self._completions:
             os.eventfd_read(self._bell)
         self._polling = True
-        deadline = time.monotonic() + _SLICE_S
-        # One event at a time: epoll puts it at the end of its list, so that all have their turn.
-        while time.monotonic() < deadline and (events := self._epoll.poll(0, 1)):
-            self._handle(*events[0])
-        self._polling = False
+        try:
+            deadline = time.monotonic() + _SLICE_S
+            # One event at a time: epoll puts it at the end of its list, so that all have their turn.
+            while time.monotonic() < deadline and (events := self._epoll.poll(0, 1)):
+                self._handle(*events[0])
+        finally:
+            self._polling = False
         completions, self._completions = self._completions, []
         return completions
 
@@ -216,14 +218,14 @@ class TcpTransport:
 
     def drop(self, connection: Connection) -> None:
         if connection.open:
-            del self._connections[connection.fd]
+            self._connections.pop(connection.fd, None)
             self._strangers.pop(connection, None)
             connection.close()
 
     def _add(self, connection: Connection) -> None:
-        self._connections[connection.fd] = connection
         connection.mask = connection.wanted
         self._epoll.register(connection.fd, connection.mask)
+        self._connections[connection.fd] = connection
         self._timer.later(self.options.handshake_s, lambda: self._expire(connection))
 
     def _expire(self, connection: Connection) -> None:
@@ -245,10 +247,14 @@ class TcpTransport:
             return
         if len(self._strangers) >= _MAX_STRANGERS:
             self._lose(next(iter(self._strangers)), TimeoutError("too many connections without proof"))
-        self._prepare(sock)
         connection = Connection(sock, Accepting(self.options.secret, self._judge, self._proven))
+        try:
+            self._prepare(sock)
+            self._add(connection)
+        except OSError:
+            connection.close()
+            return
         self._strangers[connection] = None
-        self._add(connection)
 
     def _accept_again(self) -> None:
         if self._listener is not None:
