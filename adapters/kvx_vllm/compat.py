@@ -15,7 +15,7 @@ from vllm.v1.request import RequestStatus
 
 from kvx.core.errors import ConfigError
 from kvx_vllm.layout import CacheTensor, GroupFacts, ModelFacts
-from kvx_vllm.scheduler import Scheduled
+from kvx_vllm.records import Scheduled
 from kvx_vllm.versions import DISTRIBUTIONS, TESTED, is_tested
 
 _COMPLETED = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)

@@ -24,7 +24,8 @@ from kvx.instance import make_ticket, open_instance, read_ticket
 from kvx_vllm import compat
 from kvx_vllm.layout import describe
 from kvx_vllm.metadata import Plan, WorkerReport
-from kvx_vllm.scheduler import Identity, SchedulerHalf
+from kvx_vllm.records import Identity
+from kvx_vllm.scheduler import SchedulerHalf
 from kvx_vllm.worker import WorkerHalf
 
 if TYPE_CHECKING:

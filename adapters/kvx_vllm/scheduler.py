@@ -10,129 +10,21 @@ from __future__ import annotations
 
 import logging
 import secrets
+import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
-
-from attrs import define, frozen
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from kvx.config import Options
 from kvx.core.events import Abort, Claim, EngineEvent, Expose, Stage
-from kvx.core.model import BlockTable, Mode, Part, Reason, Role, Ticket
+from kvx.core.model import BlockTable, Mode, Part, Reason, Role
 from kvx_vllm.metadata import Ended, Plan, Ready, WorkerReport
 from kvx_vllm.params import Consume, Fault, Produce, ReadTicket, Wish, read_params
+from kvx_vllm.records import BlockPins, EngineRequest, Identity, Load, MakeTicket, Scheduled, Send, Transfer
+from kvx_vllm.used import UsedIds
 
 # vLLM configures handlers for loggers below "vllm" only.
 logger = logging.getLogger("vllm.kvx.scheduler")
-
-
-class EngineRequest(Protocol):
-    """What is used of vLLM's Request."""
-
-    @property
-    def request_id(self) -> str: ...
-    @property
-    def kv_transfer_params(self) -> dict[str, Any] | None: ...
-    @property
-    def num_prompt_tokens(self) -> int: ...
-    @property
-    def num_computed_tokens(self) -> int: ...
-
-
-class BlockPins(Protocol):
-    """References to blocks of vLLM's pool."""
-
-    def hold(self, transfer: str, blocks: Iterable[int]) -> None: ...
-    def drop(self, transfer: str) -> None: ...
-    @property
-    def held(self) -> int: ...
-    @property
-    def free(self) -> int: ...
-    @property
-    def total(self) -> int: ...
-
-
-@frozen
-class Scheduled:
-    """One request of a step: its tokens before and in this step, and its whole block table."""
-
-    request_id: str
-    computed: int
-    scheduled: int
-    blocks: tuple[Sequence[int], ...]
-
-
-@frozen
-class Identity:
-    """What the scheduler knows of its instance once the workers have registered their caches."""
-
-    epoch: int
-    fingerprint: str
-    ranks: int = 1
-    dp_rank: int = 0
-    dp_size: int = 1
-
-
-class MakeTicket(Protocol):
-    """A ticket's text for blocks of this instance."""
-
-    def __call__(self, *, transfer: str, first: tuple[int, ...], blocks: BlockTable, tokens: int) -> str: ...
-
-
-@define
-class _Transfer:
-    id: str
-    mode: Mode
-    role: Role
-    request_id: str
-    ticket: Ticket | None = None
-    address: str | None = None
-    handed: bool = False
-    """Blocks were handed over, so each rank owes Released."""
-    released: int = 0
-    """How many ranks have said Released."""
-    freed: bool = False
-    request_gone: bool = False
-    end: Ended | None = None
-
-    @property
-    def over(self) -> bool:
-        return self.request_gone and self.end is not None and (self.freed or not self.handed)
-
-
-@define
-class _Send:
-    """A request whose blocks go to another instance; in pull its transfer is drawn when it has finished."""
-
-    transfer: _Transfer | Fault | None
-    prompt: int
-    ready: list[int]
-    """Per group, how many blocks were handed over (push)."""
-    last: bool = False
-    dropped: bool = False
-    """Nothing more is staged: aborted, preempted or failed."""
-
-    @property
-    def pushing(self) -> _Transfer | None:
-        """The transfer, while blocks are still to be staged."""
-        return self.transfer if isinstance(self.transfer, _Transfer) and not (self.last or self.dropped) else None
-
-
-@define
-class _Load:
-    """A request whose blocks come from another instance."""
-
-    transfer: _Transfer | Fault
-    prompt: int
-    tokens: int
-    """How many of the prompt's tokens come from elsewhere, those of a local prefix hit included."""
-    begun: bool = False
-    """vLLM has given blocks, or needs none."""
-    awaited: bool = False
-    """vLLM waits for `finished_recving`."""
-    computed: int = 0
-    """Prompt tokens that this instance computed itself."""
-    request_gone: bool = False
 
 
 class SchedulerHalf:
@@ -149,6 +41,7 @@ class SchedulerHalf:
         pins: BlockPins,
         read_ticket: ReadTicket,
         make_ticket: MakeTicket,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._options = options
         self._identity = identity
@@ -156,13 +49,15 @@ class SchedulerHalf:
         self._pins = pins
         self._read_ticket = read_ticket
         self._make_ticket = make_ticket
-        self._sends: dict[str, _Send] = {}
-        self._loads: dict[str, _Load] = {}
+        self._sends: dict[str, Send] = {}
+        self._loads: dict[str, Load] = {}
         self._probes: set[str] = set()
-        self._transfers: dict[str, _Transfer] = {}
+        self._transfers: dict[str, Transfer] = {}
         self._events: list[EngineEvent] = []
         self._begun: list[tuple[str, str]] = []
         self._refused: list[str] = []
+        # Longer than the endpoint remembers a finished transfer.
+        self._used = UsedIds(4 * options.lease_s + options.transfer_max_s, clock)
         self.counters: Counter[str] = Counter()
 
     # ------------------------------------------------------------ a request arrives
@@ -180,31 +75,35 @@ class SchedulerHalf:
         if wish.produce is not None:
             self._sends[request.request_id] = self._new_send(request, wish.produce)
 
-    def _new_load(self, request: EngineRequest, wish: Consume | Fault) -> _Load:
+    def _new_load(self, request: EngineRequest, wish: Consume | Fault) -> Load:
         prompt = request.num_prompt_tokens
-        if isinstance(wish, Consume) and wish.transfer in self._transfers:
+        if isinstance(wish, Consume) and self._is_used(wish.transfer):
             wish = _taken(wish.transfer)
         if isinstance(wish, Fault):
             logger.warning("kvx: request %s is not loaded: %s", request.request_id, wish.detail)
-            return _Load(wish, prompt, prompt)
-        transfer = _Transfer(wish.transfer, wish.mode, Role.CONSUMER, request.request_id, wish.ticket, wish.address)
+            return Load(wish, prompt, prompt)
+        transfer = Transfer(wish.transfer, wish.mode, Role.CONSUMER, request.request_id, wish.ticket, wish.address)
         self._transfers[transfer.id] = transfer
         self._events.append(Claim(transfer.id, transfer.mode, ticket=wish.ticket, address=wish.address))
-        return _Load(transfer, prompt, prompt if wish.ticket is None else min(prompt, wish.ticket.grant.tokens))
+        return Load(transfer, prompt, prompt if wish.ticket is None else min(prompt, wish.ticket.grant.tokens))
 
-    def _new_send(self, request: EngineRequest, wish: Produce | Fault) -> _Send:
+    def _is_used(self, transfer: str) -> bool:
+        """An id is good for one transfer: kvx answers each of them once."""
+        return transfer in self._transfers or transfer in self._used
+
+    def _new_send(self, request: EngineRequest, wish: Produce | Fault) -> Send:
         ready = [0] * len(self._sizes)
-        if isinstance(wish, Produce) and wish.transfer in self._transfers:
+        if isinstance(wish, Produce) and self._is_used(wish.transfer):
             wish = _taken(wish.transfer)
         if isinstance(wish, Fault):
             logger.warning("kvx: request %s is not offered: %s", request.request_id, wish.detail)
-            return _Send(wish, request.num_prompt_tokens, ready)
+            return Send(wish, request.num_prompt_tokens, ready)
         if wish.mode is Mode.PULL:
-            return _Send(None, request.num_prompt_tokens, ready)
-        transfer = _Transfer(wish.transfer, Mode.PUSH, Role.PRODUCER, request.request_id)
+            return Send(None, request.num_prompt_tokens, ready)
+        transfer = Transfer(wish.transfer, Mode.PUSH, Role.PRODUCER, request.request_id)
         self._transfers[transfer.id] = transfer
         self._events.append(Claim(transfer.id, Mode.PUSH))
-        return _Send(transfer, request.num_prompt_tokens, ready)
+        return Send(transfer, request.num_prompt_tokens, ready)
 
     # ------------------------------------------------------------ a consumer's request gets its blocks
 
@@ -251,7 +150,7 @@ class SchedulerHalf:
         if external > 0:
             self._begun.append((transfer.id, request.request_id))
 
-    def _hand_over(self, transfer: _Transfer, table: BlockTable) -> None:
+    def _hand_over(self, transfer: Transfer, table: BlockTable) -> None:
         if not table.empty:
             transfer.handed = True
             self._pins.hold(transfer.id, (block for group in table.groups for block in group))
@@ -277,7 +176,7 @@ class SchedulerHalf:
         self._events, self._begun, self._refused = [], [], []
         return plan
 
-    def _ready(self, send: _Send, transfer: _Transfer, item: Scheduled) -> list[Ready]:
+    def _ready(self, send: Send, transfer: Transfer, item: Scheduled) -> list[Ready]:
         """Push: the blocks that this step completes, those of a local prefix hit with the first of them."""
         done = min(item.computed + item.scheduled, send.prompt)
         send.last = done == send.prompt
@@ -337,11 +236,11 @@ class SchedulerHalf:
         for name in {**report.ended, **report.released}:
             self._forget(self._transfers.get(name))
 
-    def _count(self, transfer: _Transfer, end: Ended) -> None:
+    def _count(self, transfer: Transfer, end: Ended) -> None:
         self.counters[f"{transfer.role.value}_{'ok' if end.ok else 'failed'}"] += 1
         self.counters[f"{transfer.role.value}_bytes"] += end.bytes if end.ok else 0
 
-    def _failed(self, transfer: _Transfer) -> None:
+    def _failed(self, transfer: Transfer) -> None:
         """A rank has failed: the others are stopped, and a producer that still stages is done with it."""
         send = self._sends.get(transfer.request_id)
         if send is not None and send.pushing is transfer:
@@ -349,7 +248,7 @@ class SchedulerHalf:
         elif self._identity.ranks > 1:
             self._events.append(Abort(transfer.id, Reason.ABORTED, "another rank failed"))
 
-    def _drop(self, send: _Send, reason: Reason) -> None:
+    def _drop(self, send: Send, reason: Reason) -> None:
         """Stage nothing more."""
         if (transfer := send.pushing) is not None:
             send.dropped = True
@@ -373,7 +272,7 @@ class SchedulerHalf:
             answer |= self._finish_send(request, send, blocks, completed)
         return answer or None
 
-    def _finish_load(self, request_id: str, load: _Load) -> dict[str, Any]:
+    def _finish_load(self, request_id: str, load: Load) -> dict[str, Any]:
         transfer = load.transfer
         if isinstance(transfer, Fault):
             report: dict[str, Any] = {"ok": False, **transfer.answer()}
@@ -391,7 +290,7 @@ class SchedulerHalf:
         return {**report, "computed_tokens": load.computed}
 
     def _finish_send(
-        self, request: EngineRequest, send: _Send, blocks: Sequence[Sequence[int]], completed: bool
+        self, request: EngineRequest, send: Send, blocks: Sequence[Sequence[int]], completed: bool
     ) -> dict[str, Any]:
         transfer = send.transfer
         if isinstance(transfer, Fault):
@@ -413,7 +312,7 @@ class SchedulerHalf:
         if pins.held + len(table) > self._options.max_held_fraction * pins.total:
             detail = f"{pins.held} of {pins.total} blocks are held for transfers (option max_held_fraction)"
             return _no_transfer(Fault(Reason.NO_CAPACITY, detail))
-        transfer = _Transfer(secrets.token_hex(16), Mode.PULL, Role.PRODUCER, request.request_id, request_gone=True)
+        transfer = Transfer(secrets.token_hex(16), Mode.PULL, Role.PRODUCER, request.request_id, request_gone=True)
         self._transfers[transfer.id] = transfer
         self._hand_over(transfer, table)
         first = (0,) * len(self._sizes)
@@ -446,13 +345,16 @@ class SchedulerHalf:
             "open": len(self._transfers),
         }
 
-    def _forget(self, transfer: _Transfer | None) -> None:
+    def _forget(self, transfer: Transfer | None) -> None:
         if transfer is not None and transfer.over:
             del self._transfers[transfer.id]
+            self._used.add(transfer.id)
 
 
 def _taken(transfer: str) -> Fault:
-    return Fault(Reason.UNKNOWN_TRANSFER, f"transfer {transfer} is already open here")
+    return Fault(
+        Reason.UNKNOWN_TRANSFER, f"transfer {transfer} was used before: a ticket or id is good for one request"
+    )
 
 
 def _no_transfer(fault: Fault) -> dict[str, Any]:

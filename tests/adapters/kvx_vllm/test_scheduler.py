@@ -11,7 +11,8 @@ from kvx.core.events import Abort, Claim, Expose, Stage
 from kvx.core.model import BlockTable, Grant, Mode, Part, Peer, Reason, Role
 from kvx.instance import make_ticket, read_ticket
 from kvx_vllm.metadata import Ended, Plan, WorkerReport
-from kvx_vllm.scheduler import Identity, Scheduled, SchedulerHalf
+from kvx_vllm.records import Identity, Scheduled
+from kvx_vllm.scheduler import SchedulerHalf
 
 BLOCK = 32
 OPTIONS = Options.load({"listen": "127.0.0.1:5700", "max_held_fraction": 1.0}, env={})
@@ -267,6 +268,18 @@ def test_two_requests_with_one_ticket_do_not_mix() -> None:
     plan = half.take()
     assert plan.refused == ("r2",)
     assert plan.events == ()
+
+
+def test_a_ticket_is_not_taken_again_after_its_transfer_is_over() -> None:
+    half = Half()
+    request = consumer()
+    load(half, request, [1, 2, 3, 4])
+    half.take()
+    half.outcome("t1", ok=True)
+    half.expected({"r1"})
+    half.request_finished(request, [[1, 2, 3, 4]], completed=True)
+    load(half, consumer(request_id="r2"), [5, 6, 7, 8])
+    assert half.take() == Plan(refused=("r2",))
 
 
 # ------------------------------------------------------------------ aborts of a consumer

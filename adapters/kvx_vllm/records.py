@@ -1,0 +1,121 @@
+"""What the scheduler's half remembers of transfers and requests, and what it needs of vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+from attrs import define, frozen
+
+from kvx.core.model import BlockTable, Mode, Role, Ticket
+from kvx_vllm.metadata import Ended
+from kvx_vllm.params import Fault
+
+
+class EngineRequest(Protocol):
+    """What is used of vLLM's Request."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def kv_transfer_params(self) -> dict[str, Any] | None: ...
+    @property
+    def num_prompt_tokens(self) -> int: ...
+    @property
+    def num_computed_tokens(self) -> int: ...
+
+
+class BlockPins(Protocol):
+    """References to blocks of vLLM's pool."""
+
+    def hold(self, transfer: str, blocks: Iterable[int]) -> None: ...
+    def drop(self, transfer: str) -> None: ...
+    @property
+    def held(self) -> int: ...
+    @property
+    def free(self) -> int: ...
+    @property
+    def total(self) -> int: ...
+
+
+@frozen
+class Scheduled:
+    """One request of a step: its tokens before and in this step, and its whole block table."""
+
+    request_id: str
+    computed: int
+    scheduled: int
+    blocks: tuple[Sequence[int], ...]
+
+
+@frozen
+class Identity:
+    """What the scheduler knows of its instance once the workers have registered their caches."""
+
+    epoch: int
+    fingerprint: str
+    ranks: int = 1
+    dp_rank: int = 0
+    dp_size: int = 1
+
+
+class MakeTicket(Protocol):
+    """A ticket's text for blocks of this instance."""
+
+    def __call__(self, *, transfer: str, first: tuple[int, ...], blocks: BlockTable, tokens: int) -> str: ...
+
+
+@define
+class Transfer:
+    id: str
+    mode: Mode
+    role: Role
+    request_id: str
+    ticket: Ticket | None = None
+    address: str | None = None
+    handed: bool = False
+    """Blocks were handed over, so each rank owes Released."""
+    released: int = 0
+    """How many ranks have said Released."""
+    freed: bool = False
+    request_gone: bool = False
+    end: Ended | None = None
+
+    @property
+    def over(self) -> bool:
+        return self.request_gone and self.end is not None and (self.freed or not self.handed)
+
+
+@define
+class Send:
+    """A request whose blocks go to another instance; in pull its transfer is drawn when it has finished."""
+
+    transfer: Transfer | Fault | None
+    prompt: int
+    ready: list[int]
+    """Per group, how many blocks were handed over (push)."""
+    last: bool = False
+    dropped: bool = False
+    """Nothing more is staged: aborted, preempted or failed."""
+
+    @property
+    def pushing(self) -> Transfer | None:
+        """The transfer, while blocks are still to be staged."""
+        return self.transfer if isinstance(self.transfer, Transfer) and not (self.last or self.dropped) else None
+
+
+@define
+class Load:
+    """A request whose blocks come from another instance."""
+
+    transfer: Transfer | Fault
+    prompt: int
+    tokens: int
+    """How many of the prompt's tokens come from elsewhere, those of a local prefix hit included."""
+    begun: bool = False
+    """vLLM has given blocks, or needs none."""
+    awaited: bool = False
+    """vLLM waits for `finished_recving`."""
+    computed: int = 0
+    """Prompt tokens that this instance computed itself."""
+    request_gone: bool = False
