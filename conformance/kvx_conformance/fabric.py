@@ -196,7 +196,7 @@ class Process:
         except LocalProtocolError as error:
             self.fabric.violation(f"{self.name} refused {type(event).__name__}: {error}")
             return
-        except Exception:
+        except Exception:  # noqa: BLE001 - whatever it is, it is a finding
             self.fabric.violation(f"{self.name} broke at {event!r}: {traceback.format_exc(limit=-3)}")
             return
         self._perform(actions)
@@ -211,7 +211,7 @@ class Process:
             return
         try:
             actions = self.endpoint.expire(self.local())
-        except Exception:
+        except Exception:  # noqa: BLE001 - whatever it is, it is a finding
             self.fabric.violation(f"{self.name} broke in expire: {traceback.format_exc(limit=-3)}")
             return
         self._perform(actions)
@@ -469,17 +469,19 @@ class Fabric:
                 self.clock.after(moment, lambda: self._end(op, "the network failed"))
                 return
             if climate.op_fails <= fate < climate.op_fails + climate.op_hangs and number >= breaks_at:
-                op.hung = True
-                hang = self.rng.uniform(0.5, 4.0) * climate.limits.op_timeout_s
-                rest = pieces[number * share :]
-                self.clock.after(moment + hang, lambda: self._land(op, rest))
-                self.clock.after(moment + hang + 0.01, lambda: self._finish(op))
+                self._hang(op, pieces[number * share :], moment)
                 return
             if 1 - climate.op_hangs_forever < fate and number >= breaks_at:
                 op.hung = True
                 return
             self.clock.after(moment, lambda batch=batch: self._land(op, batch))  # type: ignore[misc]
         self.clock.after(moments[-1] + self.delay(), lambda: self._finish(op))
+
+    def _hang(self, op: Operation, rest: list[tuple[int, int, int]], moment: float) -> None:
+        op.hung = True
+        late = moment + self.rng.uniform(0.5, 4.0) * self.climate.limits.op_timeout_s
+        self.clock.after(late, lambda: self._land(op, rest))
+        self.clock.after(late + 0.01, lambda: self._finish(op))
 
     def cancel(self, process: Process, op_id: int) -> None:
         op = process.ops.get(op_id)
@@ -549,9 +551,9 @@ class Fabric:
         if capabilities.access is Access.REGION:
             return None
         for permit in target.permits.get(stamp.transfer, ()):
-            if permit.peer in (None, peer) and permit.op is op.op and permit.stamp == stamp:
-                if all(covered((0, there, size), permit.ranges) for _, there, size in batch):
-                    return None
+            fits = permit.peer in (None, peer) and permit.op is op.op and permit.stamp == stamp
+            if fits and all(covered((0, there, size), permit.ranges) for _, there, size in batch):
+                return None
         return "not permitted"
 
     def _copy(self, op: Operation, batch: list[tuple[int, int, int]]) -> None:

@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable
 from functools import partial
 
-from attrs import define, evolve, field, frozen
+from attrs import define, evolve, frozen
 
 from kvx.core import wire
 from kvx.core.endpoint import Endpoint
@@ -101,7 +101,7 @@ class World:
 
     def __init__(self, seed: int, trace: Callable[[str], None] | None = None) -> None:
         self.seed = seed
-        self.rng = rng = random.Random(seed)
+        self.rng = rng = random.Random(seed)  # noqa: S311 - a world, not a key
         self.kind = rng.choice(("calm", "aborts", "faults", "faults", "storm"))
         self.model = Model.draw(rng)
         self.key = rng.randbytes(16) if rng.random() < 0.5 else b""
@@ -163,20 +163,21 @@ class World:
             twisted = self.kind != "calm" and rng.random() < 0.05
             consumers = (consumer, rest[0]) if second else (consumer,)
             self.plans.append(
-                Plan(f"t{number}", mode, producer, consumers, self._content(), tokens, need, reaches, twisted)
+                Plan(f"t{number}", mode, producer, consumers, rng.getrandbits(31), tokens, need, reaches, twisted)
             )
         roomy = self.kind == "calm" or rng.random() < 0.5
         for place in self.places.values():
             need_here = [
-                sum(counts(place.layouts[0], first_blocks(place.layouts[0], self._need(plan, place.name), plan.tokens + 1), plan.tokens + 1))
+                self._blocks_wanted(plan, place)
                 for plan in self.plans
                 if place.name in (plan.producer, *plan.consumers)
             ]
             blocks = max(4, sum(need_here) if roomy else max(need_here, default=0) + 2)
             place.layouts = tuple(self._sized(layout, blocks) for layout in place.layouts)
 
-    def _content(self) -> int:
-        return self.rng.getrandbits(31)
+    def _blocks_wanted(self, plan: Plan, place: Place) -> int:
+        layout, tokens = place.layouts[0], plan.tokens + 1
+        return sum(counts(layout, first_blocks(layout, self._need(plan, place.name), tokens), tokens))
 
     @staticmethod
     def _sized(layout: Layout, blocks: int) -> Layout:
@@ -493,7 +494,8 @@ class World:
             complain(f"{plan.transfer} is ok although its two sides were told different prompts")
         initiator_ok = producer if plan.mode is Mode.PUSH else bool(readers)
         target_ok = bool(readers) if plan.mode is Mode.PUSH else producer
-        targets = [engine for (role, _), (engine, _) in sides.items() if (role is Role.CONSUMER) == (plan.mode is Mode.PUSH)]
+        side = Role.CONSUMER if plan.mode is Mode.PUSH else Role.PRODUCER
+        targets = [engine for (role, _), (engine, _) in sides.items() if role is side]
         if initiator_ok and not target_ok and not any(engine.dead for engine in targets):
             complain(f"{plan.transfer} is ok at its initiator only: {oks}")
         disturbed = any(self.places[name].disturbed for name in (plan.producer, *plan.consumers))

@@ -37,9 +37,8 @@ class Model:
     @classmethod
     def draw(cls, rng: random.Random) -> Model:
         replicated = rng.random() < 0.15
-        groups = tuple(
-            tuple(f"{name}.{i}" for i in range(rng.choice((1, 2, 2, 3)))) for name in ("full", "window")[: rng.choice((1, 1, 1, 2))]
-        )
+        names = ("full", "window")[: rng.choice((1, 1, 1, 2))]
+        groups = tuple(tuple(f"{name}.{i}" for i in range(rng.choice((1, 2, 2, 3)))) for name in names)
         packing = rng.choice((Packing.HEADS, Packing.HEADS_TOKENS, Packing.HEADS_TOKENS, Packing.TOKENS_HEADS))
         return cls(groups, rng.choice((1, 2, 2, 4)), packing, replicated)
 
@@ -83,7 +82,7 @@ class Cache:
         self.layout = layout
         words = sum(layer.block_bytes for group in layout.groups for layer in group.layers) * layout.num_blocks
         self._words: Words = np.full(words // CELL_BYTES, POISON, dtype=np.uint32)
-        self.memory = memoryview(self._words.view(np.uint8))
+        self.memory = self._words.view(np.uint8).data
         self.block_at = np.zeros(len(self._words), dtype=np.int64)
         """Block id of each word."""
         self._layers: dict[str, Words] = {}
@@ -102,16 +101,15 @@ class Cache:
     def truth(self, content: int, group: CacheGroup, layer: str, positions: Sequence[int]) -> Words:
         """What the blocks at these positions of the request hold, shaped like the pool."""
         first = 0 if group.replicated else self.layout.tp_rank * group.total_heads // self.layout.tp_size
-        heads = np.arange(first, first + group.heads, dtype=np.uint32)
-        tokens = np.asarray(positions, dtype=np.uint32)[:, None] * np.uint32(group.block_size) + np.arange(
-            group.block_size, dtype=np.uint32
-        )
-        seed = np.uint32((content * 0x9E3779B1 + self._seeds[layer]) & 0xFFFFFFFF)
+        heads = np.arange(first, first + group.heads)
+        tokens = np.asarray(positions)[:, None] * group.block_size + np.arange(group.block_size)
         if group.packing is Packing.TOKENS_HEADS:
-            cells = tokens[:, :, None] * np.uint32(64) + heads[None, None, :]
+            cells = tokens[:, :, None] * 64 + heads[None, None, :]
         else:
-            cells = tokens[:, None, :] * np.uint32(64) + heads[None, :, None]
-        return (cells + np.uint32(1)) * np.uint32(0x85EBCA6B) ^ seed
+            cells = tokens[:, None, :] * 64 + heads[None, :, None]
+        seed = content * 0x9E3779B1 + self._seeds[layer]
+        mixed: Words = ((cells + 1) * 0x85EBCA6B ^ (seed & 0x7FFFFFFF)).astype(np.uint32)
+        return mixed
 
     def fill(self, content: int, first: Sequence[int], blocks: BlockTable, layers: Iterable[str] | None) -> None:
         """Compute: write the true cells of these blocks."""
@@ -212,6 +210,5 @@ class Pool:
 def covered(piece: tuple[int, int, int], ranges: Descriptors) -> bool:
     """Whether one (region, offset, length) lies inside one of the ranges."""
     region, offset, length = piece
-    return any(
-        region == where and start <= offset and offset + length <= start + size for where, start, size in ranges.pieces()
-    )
+    stop = offset + length
+    return any(region == where and low <= offset and stop <= low + size for where, low, size in ranges.pieces())

@@ -15,7 +15,21 @@ from attrs import define, field, frozen
 
 from kvx.core.events import Abort, Claim, EngineEvent, Expose, Stage
 from kvx.core.legs import Limits
-from kvx.core.model import BlockTable, Layout, Mode, News, Offered, Outcome, Part, Reason, Released, Role, Ticket
+from kvx.core.model import (
+    SIDE,
+    BlockTable,
+    Layout,
+    Mode,
+    News,
+    Offered,
+    Outcome,
+    Part,
+    Reason,
+    Released,
+    Role,
+    Side,
+    Ticket,
+)
 from kvx_conformance.fabric import Fabric, Process
 from kvx_conformance.toy import Pool
 
@@ -90,9 +104,7 @@ def counts(layout: Layout, first: Sequence[int], tokens: int) -> list[int]:
     return [-(-tokens // group.block_size) - start for group, start in zip(layout.groups, first, strict=True)]
 
 
-def parts(
-    layout: Layout, first: tuple[int, ...], blocks: BlockTable, steps: Steps, rng: random.Random
-) -> list[Part]:
+def parts(layout: Layout, first: tuple[int, ...], blocks: BlockTable, steps: Steps, rng: random.Random) -> list[Part]:
     """The same blocks in one or several parts, in some order; a rank of a pipeline has its own layers only."""
     own = [layer.name for group in layout.groups for layer in group.layers]
     longest = max(map(len, blocks.groups))
@@ -161,7 +173,7 @@ class Engine:
             self.pool.owner.update(dict.fromkeys(spoiled, job.work.transfer))
         job.blocks = blocks
         work = job.work
-        if work.mode is Mode.PUSH and work.role is Role.CONSUMER or work.mode is Mode.PULL and work.role is Role.PRODUCER:
+        if SIDE[(work.mode, work.role)] is Side.TARGET:
             if work.role is Role.PRODUCER:
                 for process in self.processes:
                     process.cache.fill(work.content, job.first, blocks, None)
@@ -265,7 +277,7 @@ class Engine:
             self.fabric.clock.after(delay, lambda: self._spread_failure(job))
 
     def _spread_failure(self, job: Job) -> None:
-        if not self.dead and not job.aborted and len(job.outcomes) < len(self.processes):
+        if not self.dead and not (job.staged and len(job.outcomes) == len(self.processes)):
             self.abort(job.work.transfer)
 
     def _freed(self, job: Job, process: Process, rank: int) -> None:

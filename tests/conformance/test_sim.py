@@ -1,0 +1,94 @@
+"""The simulation as a test: random worlds hold, replay exactly, and see what is broken on purpose."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvx_conformance.commands import sim
+from kvx_conformance.fabric import Fabric, Operation, Process
+from kvx_conformance.sim import run_world
+
+CHUNK = 15
+
+
+@pytest.mark.parametrize("first", range(0, 300, CHUNK))
+def test_worlds_hold(first: int) -> None:
+    worlds = [run_world(seed) for seed in range(first, first + CHUNK)]
+    assert not [(world.seed, world.violations) for world in worlds if world.violations]
+
+
+def test_all_kinds_of_fault_happen() -> None:
+    worlds = [run_world(seed) for seed in range(60)]
+    for name in ("ok", "failed", "aborts", "crashes", "cuts", "stalls"):
+        assert sum(getattr(world, name) for world in worlds) >= 10, name
+    assert {world.kind for world in worlds} == {"calm", "aborts", "faults", "storm"}
+
+
+@pytest.mark.parametrize("seed", [3, 17, 39])
+def test_a_seed_replays_exactly(seed: int) -> None:
+    traces: list[list[str]] = [[], []]
+    summaries = [run_world(seed, trace.append) for trace in traces]
+    assert summaries[0] == summaries[1]
+    assert traces[0] == traces[1]
+    assert len(traces[0]) > 50
+
+
+def test_bytes_that_do_not_arrive_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = Fabric._copy
+
+    def lossy(self: Fabric, op: Operation, batch: list[tuple[int, int, int]]) -> None:
+        copy(self, op, batch[1:])
+
+    monkeypatch.setattr(Fabric, "_copy", lossy)
+    texts = [text for seed in range(12) for text in run_world(seed).violations]
+    assert any("is ok at" in text and "but wrong" in text for text in texts)
+
+
+def test_a_byte_that_comes_after_its_blocks_were_freed_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """R14 broken on purpose: a transport that calls an operation over before its bytes have landed."""
+
+    def early(self: Fabric, op: Operation) -> None:
+        if not op.initiator.alive or op.op_id not in op.initiator.ops:
+            return
+        op.initiator.ops.pop(op.op_id)
+        op.initiator.feed(Done(op.op_id, op.post.local.nbytes))
+
+    from kvx.core.events import OpDone as Done
+
+    post = Fabric.post
+
+    def impatient(self: Fabric, process: Process, action: object) -> None:
+        before = set(process.ops)
+        post(self, process, action)  # type: ignore[arg-type]
+        for op_id in set(process.ops) - before:
+            op = process.ops[op_id]
+            self.soon(lambda op=op: early(self, op))  # type: ignore[misc]
+
+    monkeypatch.setattr(Fabric, "post", impatient)
+    texts = [text for seed in range(40) for text in run_world(seed).violations]
+    assert any("landed in blocks" in text or "while nobody owned them" in text for text in texts)
+
+
+def test_the_command_writes_its_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "deep" / "sim.json"
+    assert sim(["--first", "5", "--seeds", "4", "--json", str(file)]) == 0
+    report = json.loads(file.read_text())
+    assert (report["schema"], report["worlds"], report["violations"]) == ("kvx.sim/1", 4, [])
+    assert report["transfers"] == report["ok"] + report["failed"] or report["transfers"] > 0
+    assert "4 worlds" in capsys.readouterr().err
+
+
+def test_the_command_says_which_seed_failed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(Fabric, "_copy", lambda *_: None)
+    assert sim(["--seeds", "6", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert {found["seed"] for found in report["violations"]} <= set(range(6))
+    assert report["violations"]
+
+
+def test_a_trace_needs_a_seed() -> None:
+    assert sim(["--trace"]) == 2
+    assert sim(["--seed", "3", "--trace"]) == 0
