@@ -63,9 +63,7 @@ def test_a_server_that_ignores_sigterm_is_killed_in_bounded_time(
 ) -> None:
     (port,) = free_ports(1)
     with Cluster(tmp_path) as cluster:
-        one = cluster.start(
-            "one", server(port, stubborn=True), f"http://127.0.0.1:{port}"
-        )
+        one = cluster.start("one", server(port, stubborn=True), f"http://127.0.0.1:{port}")
         cluster.wait_ready()
         cluster.stop(one, grace_s=0.2)
     assert one.process.returncode == -signal.SIGKILL
@@ -88,18 +86,14 @@ def test_a_dead_child_ends_the_wait_and_its_log_is_shown(tmp_path: Path) -> None
             "/health",
         )
         cluster.start("bad", launch, "http://127.0.0.1:1")
-        with pytest.raises(
-            ClusterError, match=r"(?s)bad died with exit status 2.*port 7 is taken"
-        ):
+        with pytest.raises(ClusterError, match=r"(?s)bad died with exit status 2.*port 7 is taken"):
             cluster.wait_ready(timeout_s=60)
 
 
 def test_a_silent_child_ends_the_wait_at_its_limit(tmp_path: Path) -> None:
     (port,) = free_ports(1)
     with Cluster(tmp_path) as cluster:
-        launch = Launch(
-            (sys.executable, "-c", "import time; time.sleep(600)"), {}, "/health"
-        )
+        launch = Launch((sys.executable, "-c", "import time; time.sleep(600)"), {}, "/health")
         cluster.start("mute", launch, f"http://127.0.0.1:{port}")
         with pytest.raises(ClusterError, match=r"not ready after 0\.3 s: mute"):
             cluster.wait_ready(timeout_s=0.3)
@@ -134,9 +128,7 @@ HOST = textwrap.dedent("""
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
-def test_nothing_is_left_when_the_host_ends(
-    tmp_path: Path, number: signal.Signals
-) -> None:
+def test_nothing_is_left_when_the_host_ends(tmp_path: Path, number: signal.Signals) -> None:
     host = subprocess.Popen(
         (sys.executable, "-c", HOST, str(tmp_path)),
         stdout=subprocess.PIPE,
@@ -148,12 +140,7 @@ def test_nothing_is_left_when_the_host_ends(
     host.send_signal(number)
     host.communicate(timeout=30)
     assert until(lambda: group_members(group) == [])
-    assert (
-        host.returncode
-        == {signal.SIGTERM: 143, signal.SIGINT: -signal.SIGINT, signal.SIGKILL: -9}[
-            number
-        ]
-    )
+    assert host.returncode == {signal.SIGTERM: 143, signal.SIGINT: -signal.SIGINT, signal.SIGKILL: -9}[number]
 
 
 def test_sigterm_handler_is_put_back_and_threads_do_without(tmp_path: Path) -> None:

@@ -175,8 +175,9 @@ class KvxConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def update_connector_output(self, connector_output: Any) -> None:
         if connector_output.kv_connector_worker_meta is not None:
             self._scheduler.report(connector_output.kv_connector_worker_meta.report)
-        self._scheduler.recomputed(connector_output.failed_recving or ())
-        connector_output.finished_recving = self._scheduler.expected(connector_output.finished_recving or ())
+        connector_output.finished_recving = self._scheduler.loaded(
+            connector_output.finished_recving or (), connector_output.failed_recving or ()
+        )
 
     def has_pending_push_work(self) -> bool:
         return self._scheduler_half is not None and self._scheduler_half.busy

@@ -198,20 +198,21 @@ class SchedulerHalf:
 
     # ------------------------------------------------------------ what the workers report
 
-    def expected(self, finished_recving: Iterable[str]) -> set[str]:
-        """Those of `finished_recving` that vLLM really waits for: it dies of any other."""
+    def loaded(self, finished: Iterable[str], failed: Iterable[str]) -> set[str]:
+        """Those of vLLM's `finished_recving` that it really waits for: it dies of any other."""
+        lost = set(failed)
         kept = set()
-        for request_id in finished_recving:
+        for request_id in finished:
             load = self._loads.get(request_id)
-            if load is not None and load.awaited:
-                load.awaited = False
-                kept.add(request_id)
-                if load.request_gone:
-                    del self._loads[request_id]
+            if load is None or not load.awaited:
+                continue
+            load.awaited = False
+            kept.add(request_id)
+            if load.request_gone:
+                del self._loads[request_id]
+            elif request_id in lost:
+                self.counters["failed_loads"] += 1
         return kept
-
-    def recomputed(self, failed_recving: Iterable[str]) -> None:
-        self.counters["recomputed"] += len(set(failed_recving))
 
     def report(self, report: WorkerReport) -> None:
         for name, end in report.ended.items():

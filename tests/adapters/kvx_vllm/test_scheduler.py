@@ -170,8 +170,8 @@ def test_a_load_claims_at_once_and_stages_the_prompts_blocks_only() -> None:
     assert half.matched_tokens(request, 0) == (0, False)
     assert half.pins.blocks == {"t1": [11, 12, 13, 14]}
     half.outcome("t1", ok=True)
-    assert half.expected({"r1"}) == {"r1"}
-    assert half.expected({"r1"}) == set()  # vLLM would die of a second one
+    assert half.loaded({"r1"}, ()) == {"r1"}
+    assert half.loaded({"r1"}, ()) == set()  # vLLM would die of a second one
     half.blocks_allocated(request, [[11, 12, 13, 14, 15]], 0)  # vLLM calls again after the load
     half.take(Scheduled("r1", 99, 1, ((11, 12, 13, 14, 15),)))
     answer = half.request_finished(request, [[11, 12, 13, 14, 15]], completed=True)
@@ -204,7 +204,7 @@ def test_a_full_prefix_hit_stages_nothing_and_vllm_waits_for_nothing() -> None:
     assert plan.loads == ()
     assert half.pins.held == 0
     half.outcome("t1", ok=True, released=False)
-    assert half.expected({"r1"}) == set()
+    assert half.loaded({"r1"}, ()) == set()
     half.request_finished(request, [[1, 2]], completed=True)
     assert half.take() == Plan()
 
@@ -228,8 +228,7 @@ def test_a_failed_load_keeps_its_blocks_pinned_until_released() -> None:
     load(half, request, [1, 2, 3, 4])
     half.take()
     half.outcome("t1", ok=False, reason=Reason.PEER_LOST, released=False)
-    assert half.expected({"r1"}) == {"r1"}
-    half.recomputed({"r1"})
+    assert half.loaded({"r1"}, {"r1"}) == {"r1"}
     answer = half.request_finished(request, [[1, 2, 3, 4]], completed=True)
     assert answer is not None
     assert answer["kvx"]["reason"] == "peer_lost"
@@ -239,7 +238,7 @@ def test_a_failed_load_keeps_its_blocks_pinned_until_released() -> None:
     assert half.pins.held == 0
     assert not busy(half)
     assert half.counters["consumer_failed"] == 1
-    assert half.counters["recomputed"] == 1
+    assert half.counters["failed_loads"] == 1
 
 
 @pytest.mark.parametrize("params", [{}, {"kvx": {"ticket": "kvx1.x"}}, {"remote_engine_id": "nixl", "remote_port": 1}])
@@ -253,7 +252,7 @@ def test_a_faulty_request_fails_through_vllms_own_policy(params: dict[str, Any])
     plan = half.take()
     assert plan.refused == ("r1",)
     assert plan.events == ()
-    assert half.expected({"r1"}) == {"r1"}
+    assert half.loaded({"r1"}, ()) == {"r1"}
     answer = half.request_finished(request, [[1, 2]], completed=True)
     assert answer is not None
     assert answer["kvx"]["ok"] is False
@@ -276,7 +275,7 @@ def test_a_ticket_is_not_taken_again_after_its_transfer_is_over() -> None:
     load(half, request, [1, 2, 3, 4])
     half.take()
     half.outcome("t1", ok=True)
-    half.expected({"r1"})
+    half.loaded({"r1"}, ())
     half.request_finished(request, [[1, 2, 3, 4]], completed=True)
     load(half, consumer(request_id="r2"), [5, 6, 7, 8])
     assert half.take() == Plan(refused=("r2",))
@@ -316,13 +315,13 @@ def test_abort_of_a_load_is_still_answered_to_vllm_once() -> None:
     assert isinstance(abort, Abort)
     assert half.pins.held == 4
     half.outcome("t1", ok=False, reason=Reason.ABORTED)
-    assert half.expected({"r1"}) == {"r1"}
-    assert half.expected({"r1"}) == set()
+    assert half.loaded({"r1"}, ()) == {"r1"}
+    assert half.loaded({"r1"}, ()) == set()
     assert not busy(half)
 
 
 def test_unknown_requests_are_never_reported() -> None:
-    assert Half().expected({"somebody"}) == set()
+    assert Half().loaded({"somebody"}, {"somebody"}) == set()
 
 
 # ------------------------------------------------------------------ push
@@ -452,7 +451,7 @@ def test_nothing_is_remembered_of_requests_that_are_over() -> None:
         load(half, request, [1, 2, 3, 4])
         half.take()
         half.outcome(f"t{index}", ok=index % 2 == 0)
-        half.expected({f"r{index}"})
+        half.loaded({f"r{index}"}, ())
         half.request_finished(request, [[1, 2, 3, 4]], completed=True)
     assert not half._loads
     assert not half._sends

@@ -1,0 +1,243 @@
+"""Real servers for the engine tests: as few as do it, each pair started once and stopped for sure."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import random
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attrs import define, evolve, field, frozen
+
+from kvx.cluster import Child, Cluster, free_ports
+from kvx.core.model import Mode
+from kvx.driver import Server
+from kvx.operator import ask
+from kvx_vllm.driver import VllmDriver
+
+BLOCK = 32
+BLOCK_BYTES = 4 * 4 * BLOCK * 64 * 4
+"""Four layers of four heads, keys and values of 32 float32 each."""
+ARGUMENTS = (
+    *("--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager", "--max-model-len", "2048"),
+    *("--max-num-seqs", "16", "--block-size", str(BLOCK), "--no-enable-prefix-caching"),
+    *("--max-num-batched-tokens", "256", "--kv-cache-memory-bytes", str(65 * BLOCK_BYTES)),
+)
+"""Chunks of 256 tokens; 64 blocks and vLLM's null block, so transfers and requests compete for them."""
+SHORT = {
+    "lease_s": 10,
+    "patience_s": 20,
+    "part_gap_s": 10,
+    "op_timeout_s": 6,
+    "drain_limit_s": 3,
+    "grace_s": 4,
+    "keepalive_s": 1,
+    "lost_s": 3,
+    "ack_wait_s": 5,
+    "quarantine_s": 2,
+    "max_held_fraction": 1.0,
+}
+"""Options that make every bound short enough to be waited for."""
+
+
+@frozen
+class Answer:
+    """What a server said to a completion, and when (monotonic seconds)."""
+
+    status: int
+    body: dict[str, Any]
+    started: float
+    ended: float
+
+    @property
+    def tokens(self) -> list[int]:
+        tokens: list[int] = self.body["choices"][0]["token_ids"]
+        return tokens
+
+    @property
+    def kvx(self) -> dict[str, Any]:
+        params = self.body.get("kv_transfer_params") or {}
+        kvx: dict[str, Any] = params.get("kvx") or {}
+        return kvx
+
+
+@frozen
+class Served:
+    """One request through both legs."""
+
+    prefill: Answer
+    decode: Answer
+
+
+@define
+class Instance:
+    """A running vLLM server and what a test may do to it."""
+
+    child: Child
+    server: Server
+    control: str
+    events: Path
+
+    def connect(self, timeout_s: float = 120.0) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection(self.server.host, self.server.port, timeout=timeout_s)
+
+    def post(self, body: Mapping[str, Any], timeout_s: float = 120.0) -> Answer:
+        started = time.monotonic()
+        connection = self.connect(timeout_s)
+        with contextlib.closing(connection):
+            connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+            response = connection.getresponse()
+            return Answer(response.status, json.loads(response.read()), started, time.monotonic())
+
+    def abandon(self, body: Mapping[str, Any], after_s: float) -> None:
+        """Send a request and close the connection after a while, as a client that leaves."""
+        connection = self.connect()
+        with contextlib.closing(connection):
+            connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+            time.sleep(after_s)
+
+    def probe(self) -> dict[str, Any]:
+        return self.post(VllmDriver().dialect.probe_request("tiny")).kvx
+
+    def blocks(self) -> dict[str, int]:
+        blocks: dict[str, int] = self.probe()["blocks"]
+        return blocks
+
+    def status(self) -> dict[str, Any]:
+        """The endpoint's own view, through the control channel: it does not wake the engine."""
+        body: dict[str, Any] = json.loads(ask(self.control, "status", secret=b"", timeout_s=10).body)
+        return body
+
+    def outcomes(self) -> dict[str, dict[str, Any]]:
+        """The event log by transfer."""
+        if not self.events.exists():
+            return {}
+        lines = [json.loads(line) for line in self.events.read_text().splitlines()]
+        return {line["transfer"]: line for line in lines}
+
+
+@define
+class Bench:
+    """Starts instances of one cluster, and sends requests through two of them."""
+
+    cluster: Cluster
+    model: str
+    instances: dict[str, Instance] = field(factory=dict)
+    dialect: Any = field(factory=lambda: VllmDriver().dialect)
+
+    @staticmethod
+    def completion(prompt: list[int], tokens: int = 8, **more: Any) -> dict[str, Any]:
+        fixed = {"model": "tiny", "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+        return {**fixed, "prompt": prompt, "max_tokens": tokens, **more}
+
+    @staticmethod
+    def prompts(seed: int, lengths: list[int]) -> list[list[int]]:
+        draw = random.Random(seed)  # noqa: S311
+        return [[draw.randrange(3, 2000) for _ in range(length)] for length in lengths]
+
+    @staticmethod
+    def moved(tokens: int) -> int:
+        """Bytes of a prompt: whole blocks in every layer."""
+        return -(-tokens // BLOCK) * BLOCK_BYTES
+
+    @staticmethod
+    def until(condition: Callable[[], object], limit_s: float) -> bool:
+        """Whether the condition came true within the limit."""
+        end = time.monotonic() + limit_s
+        while time.monotonic() < end:
+            if condition():
+                return True
+            time.sleep(0.02)
+        return False
+
+    def start(self, name: str, *arguments: str, env: Mapping[str, str] | None = None, **options: Any) -> Instance:
+        http_port, control_port = free_ports(2)
+        control = f"127.0.0.1:{control_port}"
+        events = self.cluster.logs / f"{name}.events.jsonl"
+        given = {**SHORT, "listen": control, "event_log": str(events), **options}
+        server = Server(self.model, http_port, options=given, arguments=(*ARGUMENTS, *arguments))
+        self.instances[name] = instance = Instance(self._launch(name, server, env or {}), server, control, events)
+        return instance
+
+    def restart(self, name: str) -> Instance:
+        """Start a server again, at the same ports, after its process is gone."""
+        instance = self.instances[name]
+        self.cluster.stop(instance.child)
+        instance.child = self._launch(name, instance.server, {})
+        self.cluster.wait_ready(instance.child)
+        return instance
+
+    def _launch(self, name: str, server: Server, env: Mapping[str, str]) -> Child:
+        launch = VllmDriver().launch(server)
+        launch = evolve(launch, env={**launch.env, **env})
+        return self.cluster.start(name, launch, f"http://{server.host}:{server.port}")
+
+    def serve(
+        self,
+        prefill: Instance,
+        decode: Instance,
+        body: Mapping[str, Any],
+        mode: Mode,
+        *,
+        transfer: str = "",
+        decode_delay_s: float = 0.0,
+        prefill_delay_s: float = 0.0,
+    ) -> Served:
+        """One request as a router does it: pull in turn, push both at once (or with a delay of one leg)."""
+        transfer = transfer or secrets.token_hex(8)
+        if mode is Mode.PULL:
+            first = prefill.post(self.dialect.prefill_leg(body, mode, transfer))
+            leg = self.dialect.decode_leg(body, mode, transfer, prefill_answer=first.body)
+            return Served(first, decode.post(leg))
+
+        def later(instance: Instance, leg: Mapping[str, Any], delay_s: float) -> Answer:
+            time.sleep(delay_s)
+            return instance.post(leg)
+
+        with ThreadPoolExecutor(2) as pool:
+            leg = self.dialect.decode_leg(body, mode, transfer, prefill_address=prefill.control)
+            second = pool.submit(later, decode, leg, decode_delay_s)
+            leg = self.dialect.prefill_leg(body, mode, transfer)
+            first = pool.submit(later, prefill, leg, prefill_delay_s).result()
+            return Served(first, second.result())
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("model")
+    subprocess.run((sys.executable, "-m", "kvx_vllm.tiny_model", str(folder)), check=True, timeout=300)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def bench(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    with Cluster(tmp_path_factory.mktemp("servers")) as cluster:
+        yield Bench(cluster, tiny_model)
+
+
+@pytest.fixture(autouse=True)
+def _servers_are_alive(bench: Bench) -> Iterator[None]:
+    yield
+    bench.cluster.check()
+
+
+@pytest.fixture(scope="session")
+def keep() -> Callable[[str, Any], None]:
+    """Keep what a test has measured: in folder EVIDENCE, if that is set."""
+
+    def write(name: str, data: Any) -> None:
+        print(f"{name}: {json.dumps(data)[:2000]}")
+        if folder := os.environ.get("EVIDENCE"):
+            Path(folder).joinpath(f"{name}.json").write_text(json.dumps(data, indent=1) + "\n")
+
+    return write
