@@ -236,6 +236,7 @@ class Contacts:
                 self._transfers.done(t, leg)
             case State.GRANTED | State.MOVING if t.engaged:
                 self._transfers.renew(t, leg, now)
+                self._transfers.advance(t, leg, now)
             case State.NEW | State.STAGED | State.EXPOSED if active:
                 self.join(t, leg, now)
             case _:

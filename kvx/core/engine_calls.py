@@ -86,11 +86,14 @@ class EngineCalls:
         if event.mode is Mode.PULL and event.ticket is None:
             raise LocalProtocolError(f"pull transfer {event.transfer} was claimed without its ticket")
         side = Side.INITIATOR if event.mode is Mode.PULL or role is Role.PRODUCER else Side.TARGET
+        known = self._transfers.open.get(event.transfer)
+        again = known is not None and known.engaged
         t = self._engage(event.transfer, event.mode, side, now)
         if t is None:
             self._late(event.transfer, event.mode, last=False, handed=False)
             return
-        t.patience_from = now
+        if not again:
+            t.patience_from = now
         self._address(t, event)
         for leg in t.open_legs():
             if leg.grant is not None:

@@ -107,9 +107,10 @@ class Transfers:
     def _quiet(self, t: Transfer, leg: Leg, now: float) -> None:
         if leg.state is not State.MOVING or leg.ops or not t.last or leg.next_part < len(t.parts):
             return
-        if self.integrity and leg.digest is None and not leg.empty:
-            self._ask_digest(t, leg)
-            return
+        if self.integrity and not leg.empty and not leg.digest:
+            if leg.digest is None:
+                self._ask_digest(t, leg)
+            return  # the sum is still being made
         self.move(t, leg, Cause.QUIET, now)
 
     def _ask_digest(self, t: Transfer, leg: Leg) -> None:
@@ -301,14 +302,12 @@ class Transfers:
             self.peers.send(leg.peer, Revoke(t.id, *(t.failed or (Reason.OTHER, ""))))
 
     def renew(self, t: Transfer, leg: Leg, now: float) -> None:
-        """Say that this side still wants the transfer; its own lease counts anew from here (R5)."""
-        leg.renew_at = now + t.lease_s / 3
-        if leg.grant is not None:
-            leg.renew_at = now + leg.grant.lease_s / 3
-            if t.initiates:
-                leg.lease_until = now + leg.grant.lease_s
-        if leg.peer is not None:
-            self.peers.send(leg.peer, Renew((t.id,)))
+        """Say that this side still wants the transfer; its own lease counts anew from each Renew that left (R5)."""
+        lease_s = t.lease_s if leg.grant is None else leg.grant.lease_s
+        leg.renew_at = now + lease_s / 3
+        left = leg.peer is not None and self.peers.send(leg.peer, Renew((t.id,)))
+        if left and t.initiates and leg.grant is not None:
+            leg.lease_until = now + lease_s
 
     # ---------------------------------------------------------- reports and ends
 
