@@ -6,7 +6,6 @@ import hashlib
 import json
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from importlib import metadata
 from typing import Any
 
 import torch
@@ -16,29 +15,8 @@ from vllm.v1.request import RequestStatus
 from kvx.core.errors import ConfigError
 from kvx_vllm.layout import CacheTensor, GroupFacts, ModelFacts
 from kvx_vllm.records import Scheduled
-from kvx_vllm.versions import DISTRIBUTIONS, TESTED, is_tested
 
 _COMPLETED = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
-
-
-def installed_version() -> str | None:
-    """vLLM's version; on CPUs the distribution has another name than the package."""
-    for name in DISTRIBUTIONS:
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return None
-
-
-def check_version(allow_untested: bool) -> None:
-    """Raises ConfigError outside the tested range."""
-    version = installed_version()
-    if not allow_untested and (version is None or not is_tested(version)):
-        raise ConfigError(
-            f"vLLM {version or 'of unknown version'} was not tested with this kvx, which is made for {TESTED}: "
-            "install a tested version, or set the option allow_untested_engine"
-        )
 
 
 def cache_tensors(kv_caches: Mapping[str, Any]) -> dict[str, CacheTensor]:

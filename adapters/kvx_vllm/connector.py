@@ -26,6 +26,7 @@ from kvx_vllm.layout import describe
 from kvx_vllm.metadata import Plan, WorkerReport
 from kvx_vllm.records import Identity
 from kvx_vllm.scheduler import SchedulerHalf
+from kvx_vllm.versions import check_version
 from kvx_vllm.worker import WorkerHalf
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class KvxConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._options = _or_exit(lambda: Options.load(self._kv_transfer_config.kv_connector_extra_config))
-        _or_exit(lambda: compat.check_version(self._options.allow_untested_engine))
+        _or_exit(lambda: check_version(self._options.allow_untested_engine))
         self._handshake: KvxHandshake | None = None
         self._worker_half: WorkerHalf | None = None
         self._scheduler_half: SchedulerHalf | None = None

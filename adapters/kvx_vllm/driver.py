@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
-from importlib import metadata
 from typing import Any
 
 from kvx.config import Options
 from kvx.core.errors import KvxError, RemoteProtocolError
 from kvx.core.model import Mode
 from kvx.driver import Dialect, Launch, Probe, Server
-from kvx_vllm.versions import DISTRIBUTIONS, TESTED
+from kvx_vllm.versions import TESTED, installed_version
 
 _CPU_ENV = {
     # One worker per machine core range would fight with other servers of the same machine.
@@ -111,12 +110,7 @@ class VllmDriver:
         return TESTED
 
     def installed(self) -> str | None:
-        for name in DISTRIBUTIONS:
-            try:
-                return metadata.version(name)
-            except metadata.PackageNotFoundError:
-                continue
-        return None
+        return installed_version()
 
     def launch(self, server: Server) -> Launch:
         """Raises ConfigError where kvx's options cannot work, before a process is started."""

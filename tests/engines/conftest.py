@@ -87,6 +87,7 @@ class Instance:
     server: Server
     control: str
     events: Path
+    _waiting: http.client.HTTPConnection | None = None
 
     def connect(self, timeout_s: float = 120.0) -> http.client.HTTPConnection:
         return http.client.HTTPConnection(self.server.host, self.server.port, timeout=timeout_s)
@@ -101,10 +102,23 @@ class Instance:
 
     def abandon(self, body: Mapping[str, Any], after_s: float) -> None:
         """Send a request and close the connection after a while, as a client that leaves."""
-        connection = self.connect()
-        with contextlib.closing(connection):
-            connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+        with contextlib.closing(self._send(body)):
             time.sleep(after_s)
+
+    def enter(self, body: Mapping[str, Any]) -> None:
+        """Send a request and do not wait for its answer."""
+        self._waiting = self._send(body)
+
+    def leave(self) -> None:
+        """The client of `enter` closes its connection."""
+        if self._waiting is not None:
+            self._waiting.close()
+            self._waiting = None
+
+    def _send(self, body: Mapping[str, Any]) -> http.client.HTTPConnection:
+        connection = self.connect()
+        connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+        return connection
 
     def probe(self) -> dict[str, Any]:
         return self.post(VllmDriver().dialect.probe_request("tiny")).kvx

@@ -1,0 +1,54 @@
+"""A look at the command line before vLLM starts its processes.
+
+The connector itself is made in vLLM's workers, minutes later and three processes deep; whatever
+it says there, vLLM wraps into tracebacks and exit status 1. What can be known at once is said
+at once, in one sentence.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvx.address import parse_address
+from kvx.config import Options
+from kvx.core.errors import ConfigError
+from kvx_vllm.versions import check_version
+
+FLAG = "--kv-transfer-config"
+
+
+def settings_on(command_line: Sequence[str], connector: str) -> Mapping[str, Any] | None:
+    """kvx's settings on vLLM's command line; None where it names another connector, or none."""
+    for index, word in enumerate(command_line):
+        flag, equals, _ = word.replace("_", "-", 3).partition("=") if word.startswith("--") else ("", "", "")
+        if flag != FLAG:
+            continue
+        text = word.partition("=")[2] if equals else "".join(command_line[index + 1 : index + 2])
+        try:
+            config = json.loads(text)
+        except ValueError:
+            return None  # vLLM says it better
+        if isinstance(config, dict) and config.get("kv_connector") == connector:
+            settings = config.get("kv_connector_extra_config") or {}
+            return settings if isinstance(settings, dict) else None
+    return None
+
+
+def check(settings: Mapping[str, Any]) -> None:
+    """Raises ConfigError: options that cannot work, an untested vLLM, a control port that is in use."""
+    options = Options.load(settings)
+    check_version(options.allow_untested_engine)
+    host, port = parse_address(options.listen)
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        raise ConfigError(
+            f"option listen: cannot listen on {options.listen} ({error.strerror}): "
+            "set listen to a free port of this machine"
+        ) from error

@@ -1,0 +1,275 @@
+"""vLLM servers over a transport with switches: dropped bytes, held transfers, a stopped producer."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attrs import frozen
+
+from kvx.config import Options, bounds
+from kvx.core.model import Mode
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+
+LENGTHS = [2, 3, 5, 8, 16, 30, 31, 32, 33, 34, 63, 64, 65, 96, 97, 100, 128, 200, 257, 700]
+MODES = [Mode.PULL, Mode.PUSH]
+
+
+@frozen
+class Trio:
+    """A producer and two consumers; the second one's memory cannot be protected (region access, no fence)."""
+
+    prefill: Any
+    decode: Any
+    exposed: Any
+    folder: Path
+
+    def turn(self, name: str, what: str, *, on: bool) -> None:
+        path = self.folder / f"{name}.{what}"
+        if on:
+            path.touch()
+        else:
+            path.unlink(missing_ok=True)
+
+    def trace(self, name: str, transfer: str) -> list[dict[str, Any]]:
+        lines = [json.loads(line) for line in (self.folder / f"{name}.trace").read_text().splitlines()]
+        return [line for line in lines if line["transfer"] == transfer]
+
+
+@pytest.fixture(scope="module")
+def trio(bench: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trio]:
+    folder = tmp_path_factory.mktemp("switches")
+
+    def start(name: str, factory: str) -> Any:
+        transport = f"switch:{factory}"
+        return bench.start(
+            name,
+            env={"PYTHONPATH": os.pathsep.join((str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")))},
+            transports=[transport],
+            sections={transport: {"switch": str(folder / name)}},
+        )
+
+    made = Trio(start("prefill", "switch"), start("decode", "switch"), start("exposed", "region_switch"), folder)
+    bench.cluster.wait_ready()
+    yield made
+    for instance in (made.prefill, made.decode, made.exposed):
+        assert bench.until(lambda instance=instance: not instance.status()["open"], 60), instance.status()
+
+
+@pytest.fixture(autouse=True)
+def _switches_are_off(trio: Trio) -> Iterator[None]:
+    yield
+    trio.prefill.child.signal(signal.SIGCONT)
+    for name in ("prefill", "decode", "exposed"):
+        for what in ("drop", "hold", "mute"):
+            trio.turn(name, what, on=False)
+
+
+def states(instance: Any, transfer: str) -> list[str]:
+    legs: list[str] = instance.status()["open"].get(transfer, [])
+    return legs
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_control_with_dropped_bytes_has_other_tokens(bench: Any, trio: Trio, keep: Any, mode: Mode) -> None:
+    """Without it, equal tokens would prove nothing: the same harness, the same servers, no bytes."""
+    initiator = "prefill" if mode is Mode.PUSH else "decode"
+    rows = []
+    for prompt in bench.prompts(21, LENGTHS):
+        body = bench.completion(prompt, 16)
+        wanted = trio.prefill.post(body).tokens
+        whole = bench.serve(trio.prefill, trio.decode, body, mode).decode
+        trio.turn(initiator, "drop", on=True)
+        empty = bench.serve(trio.prefill, trio.decode, body, mode).decode
+        trio.turn(initiator, "drop", on=False)
+        rows.append(
+            {
+                "tokens": len(prompt),
+                "equal": whole.tokens == wanted,
+                "ok": whole.kvx["ok"],
+                "control_equal": empty.tokens == wanted,
+                "control_ok": empty.kvx["ok"],
+            }
+        )
+    keep(f"vllm_control_{mode.value}", rows)
+    assert [row["tokens"] for row in rows if not row["equal"] or not row["ok"]] == []
+    assert [row["tokens"] for row in rows if row["control_equal"] or not row["control_ok"]] == []
+
+
+def test_of_two_readers_of_one_ticket_exactly_one_succeeds(bench: Any, trio: Trio, keep: Any) -> None:
+    rows = []
+    for prompt in bench.prompts(22, [100, 700, 33, 257, 64]):
+        body = bench.completion(prompt)
+        wanted = trio.prefill.post(body).tokens
+        first = trio.prefill.post(bench.dialect.prefill_leg(body, Mode.PULL, ""))
+        leg = bench.dialect.decode_leg(body, Mode.PULL, "", prefill_answer=first.body)
+        with ThreadPoolExecutor(2) as pool:
+            answers = list(pool.map(lambda reader: reader.post(leg), (trio.decode, trio.exposed)))  # noqa: B023
+        rows.append([{"equal": answer.tokens == wanted, **answer.kvx} for answer in answers])
+    keep("vllm_two_readers", rows)
+    for readers in rows:
+        assert sorted(reader["ok"] for reader in readers) == [False, True]
+        assert all(reader["equal"] for reader in readers)
+
+
+@pytest.mark.parametrize("late", ["decode", "prefill"])
+def test_pushed_bytes_stand_in_the_decode_server_before_prefill_ends(
+    bench: Any, trio: Trio, keep: Any, late: str
+) -> None:
+    """One clock for both: the machine's. The last blocks are posted when the last chunk is computed."""
+    rows = []
+    for prompt in bench.prompts(23 if late == "decode" else 24, [700] * 6):
+        body, transfer = bench.completion(prompt), secrets.token_hex(8)
+        delay = {f"{late}_delay_s": 0.02}
+        wanted = trio.prefill.post(body).tokens
+        served = bench.serve(trio.prefill, trio.decode, body, Mode.PUSH, transfer=transfer, **delay)
+        trace = trio.trace("prefill", transfer)
+        first_done = min(line["at"] for line in trace if line["what"] == "OpDone")
+        last_post = max(line["at"] for line in trace if line["what"] == "post")
+        rows.append(
+            {
+                "late": late,
+                "equal": served.decode.tokens == wanted,
+                "first_bytes_in_decode_s": first_done - served.prefill.started,
+                "last_chunk_computed_s": last_post - served.prefill.started,
+                "bytes_in_decode_by_then": sum(
+                    line["bytes"] for line in trace if line["what"] == "OpDone" and line["at"] < last_post
+                ),
+                "bytes": served.decode.kvx["bytes"],
+            }
+        )
+    keep(f"vllm_push_overlap_{late}_late", rows)
+    assert all(row["equal"] for row in rows)
+    overlapped = [row for row in rows if row["first_bytes_in_decode_s"] < row["last_chunk_computed_s"]]
+    assert len(overlapped) >= 5
+
+
+@pytest.mark.parametrize("state", ["exposed", "moving", "settling"])
+def test_a_client_that_leaves_in_each_state_of_the_leg(bench: Any, trio: Trio, keep: Any, state: str) -> None:
+    """The decode server's leg is held in the state, then its client leaves; both pools are full afterwards."""
+    rows = []
+    for prompt in bench.prompts({"exposed": 25, "moving": 26, "settling": 27}[state], [300] * 5):
+        body, transfer = bench.completion(prompt, 40), secrets.token_hex(8)
+        hold = {"exposed": hold_exposed, "moving": hold_moving, "settling": hold_settling}[state]
+        with ThreadPoolExecutor(2) as pool:
+            transfer = hold(bench, trio, pool, body, transfer)
+            assert bench.until(lambda: state in states(trio.decode, transfer), 10), trio.decode.status()  # noqa: B023
+            seen = states(trio.decode, transfer)
+            trio.decode.leave()
+            time.sleep(0.2)
+            after = states(trio.decode, transfer)
+            _switches_off(trio)
+        done = bench.until(lambda: not trio.decode.status()["open"] and not trio.prefill.status()["open"], 20)
+        outcome = trio.decode.outcomes().get(transfer)
+        rows.append({"state_when_the_client_left": seen, "0.2_s_later": after, "over": done, "outcome": outcome})
+        assert done, (trio.decode.status(), trio.prefill.status())
+    keep(f"vllm_abort_{state}", rows)
+    for instance in (trio.prefill, trio.decode):
+        assert instance.blocks() == {"total": 64, "free": 64, "held": 0}
+    (prompt,) = bench.prompts(28, [100])
+    wanted = trio.prefill.post(bench.completion(prompt)).tokens
+    assert bench.serve(trio.prefill, trio.decode, bench.completion(prompt), Mode.PUSH).decode.tokens == wanted
+
+
+def _switches_off(trio: Trio) -> None:
+    trio.prefill.child.signal(signal.SIGCONT)
+    for what in ("hold", "mute"):
+        trio.turn("prefill", what, on=False)
+        trio.turn("decode", what, on=False)
+
+
+def hold_exposed(bench: Any, trio: Trio, pool: ThreadPoolExecutor, body: Any, transfer: str) -> str:
+    """Push; the producer's engine never gets its leg."""
+    trio.decode.enter(bench.dialect.decode_leg(body, Mode.PUSH, transfer, prefill_address=trio.prefill.control))
+    return transfer
+
+
+def hold_moving(bench: Any, trio: Trio, pool: ThreadPoolExecutor, body: Any, transfer: str) -> str:
+    """Pull; the reader's completions are held back."""
+    trio.turn("decode", "mute", on=True)
+    return _enter_pull(bench, trio, body)
+
+
+def hold_settling(bench: Any, trio: Trio, pool: ThreadPoolExecutor, body: Any, transfer: str) -> str:
+    """Pull; all bytes are there, and the producer is stopped before it can answer Done."""
+    transfer = hold_moving(bench, trio, pool, body, transfer)
+    assert bench.until(lambda: "moving" in states(trio.decode, transfer), 10)
+    time.sleep(0.3)  # the bytes land; only their completions wait
+    trio.prefill.child.signal(signal.SIGSTOP)
+    trio.turn("decode", "mute", on=False)
+    return transfer
+
+
+def _enter_pull(bench: Any, trio: Trio, body: Any) -> str:
+    first = trio.prefill.post(bench.dialect.prefill_leg(body, Mode.PULL, ""))
+    (transfer,) = trio.prefill.status()["open"]
+    trio.decode.enter(bench.dialect.decode_leg(body, Mode.PULL, "", prefill_answer=first.body))
+    return str(transfer)
+
+
+@pytest.mark.parametrize("reader", ["decode", "exposed"])
+def test_a_producer_that_stops_in_mid_write(bench: Any, trio: Trio, keep: Any, reader: str) -> None:
+    """kvx_tcp forbids: the blocks are free with the outcome. Without a fence they wait in quarantine."""
+    consumer = getattr(trio, reader)
+    prompt, small, large = bench.prompts(29, [640, 1200, 1900])
+    wanted = {len(p): trio.prefill.post(bench.completion(p)).tokens for p in (prompt, small, large)}
+    transfer = secrets.token_hex(8)
+    limit = bounds(Options.load(consumer.server.options, env={}))["peer dies or stops"]
+    trio.turn("prefill", "hold", on=True)
+    with ThreadPoolExecutor(3) as pool:
+        body = bench.completion(prompt)
+        decode_leg = bench.dialect.decode_leg(body, Mode.PUSH, transfer, prefill_address=trio.prefill.control)
+        failed: Future[Any] = pool.submit(consumer.post, decode_leg)
+        pool.submit(trio.prefill.post, bench.dialect.prefill_leg(body, Mode.PUSH, transfer))
+        moving: Callable[[], bool] = lambda: states(trio.prefill, transfer) == ["moving"]  # noqa: E731
+        assert bench.until(moving, 10), trio.prefill.status()
+        assert bench.until(lambda: len(trio.trace("prefill", transfer)) > 3, 10)
+        trio.prefill.child.signal(signal.SIGSTOP)
+        stopped = time.monotonic()
+        answer = failed.result(60)
+        answered = time.monotonic()
+        row = {
+            "reader": reader,
+            "bound_s": limit,
+            "outcome": consumer.outcomes()[transfer],
+            "answered_after_s": answered - stopped,
+            "state_after_outcome": states(consumer, transfer),
+            "blocks_after_outcome": consumer.blocks(),
+        }
+        assert answer.kvx["ok"] is False
+        assert answer.tokens == wanted[640]
+        # What fits into the free blocks is served now; what needs every block has to wait for the release.
+        one = consumer.post(bench.completion(small))
+        assert one.tokens == wanted[1200]
+        all_blocks: Future[Any] = pool.submit(consumer.post, bench.completion(large))
+        waited = not bench.until(all_blocks.done, 3)
+        trio.turn("prefill", "hold", on=False)
+        trio.prefill.child.signal(signal.SIGCONT)
+        continued = time.monotonic()
+        whole = all_blocks.result(60)
+        released = time.monotonic()
+    row |= {
+        "needs_every_block_waited": waited,
+        "needs_every_block_equal": whole.tokens == wanted[1900],
+        "answered_after_continue_s": released - continued,
+        "seconds_from_stop_to_outcome": row["outcome"]["seconds"],
+    }
+    keep(f"vllm_stopped_producer_{reader}", row)
+    assert answered - stopped < limit + 5  # the bound of the outcome, and the recompute
+    assert whole.tokens == wanted[1900]
+    if reader == "decode":
+        assert row["blocks_after_outcome"] == {"total": 64, "free": 64, "held": 0}
+    else:
+        assert row["blocks_after_outcome"]["held"] == 20
+        assert waited
+    assert bench.until(lambda: not consumer.status()["open"], 30), consumer.status()
+    assert consumer.blocks() == {"total": 64, "free": 64, "held": 0}
