@@ -167,6 +167,31 @@ def test_a_head_of_large_blocks() -> None:
     assert (here.pieces(), there.pieces()) == ([(0, 8, 16)], [(0, 48, 16)])
 
 
+def test_all_heads_of_a_replicated_group_in_larger_blocks() -> None:
+    small, large = (rank(1, 2, heads=2, packing=Packing.HEADS_TOKENS, replicated=True, size=size) for size in (4, 8))
+    here, there = plan_leg(small, large).move(blocks([6, 9]), blocks([3], layers=("a",)))
+    assert here.pieces() == [(0, block * 16 + head * 8, 8) for block in (6, 9) for head in (0, 1)]
+    assert there.pieces() == [(0, 96 + at, 8) for at in (0, 16, 8, 24)]
+
+
+def test_keys_of_all_groups_differ() -> None:
+    one = rank(stages=("abcd",), size=4).groups[0]
+    two = evolve(one, index=1, layers=tuple(evolve(layer, name=layer.name * 2) for layer in one.layers[:3]))
+    layout = evolve(rank(), groups=(one, two))
+    part = Part(None, (0, 2), BlockTable.of([3, 4, 5, 6], [7, 8]))
+    for role in Role:
+        pieces, keys = plan_leg(layout, layout).units(role, part)
+        assert len(set(keys.tolist())) == len(pieces) == 4 * 4 + 2 * 3
+
+
+def test_a_digest_tells_legs_apart() -> None:
+    instances = [rank(), rank(stages=("ac",)), rank(size=8, cell=1), rank(cell=4), rank(0, 2), rank(1, 2)]
+    digests = [plan_leg(layout, layout).digest for layout in instances]
+    digests += [plan_leg(rank(), rank(nth, 2, size=size)).digest for nth in (0, 1) for size in (4, 8)]
+    assert len(set(digests)) == len(digests)
+    assert all(re.fullmatch("[0-9a-f]{32}", digest) for digest in digests)
+
+
 def test_neighbours_in_two_regions_are_two_runs() -> None:
     layout = relayer(rank(), LayerSpec("a", 0, 0, 32, 32), LayerSpec("b", 1, 32, 32, 32))
     here, _ = plan_leg(layout, layout).move(blocks([0]), blocks([0]))
