@@ -192,8 +192,11 @@ def _bench_transport(arguments: argparse.Namespace) -> int:
         repeat=arguments.repeat,
     )
     lines = [
-        f"{row['name']:<12} {row['op']:<6} {row['gbps']['median']:8.2f}  {'' if row['verified'] else 'WRONG BYTES'}"
+        f"{row['name']:<12} {row['op']:<6} {row['gbps']['median']:8.2f} GB/s{'' if row['verified'] else ' WRONG BYTES'}"
         for row in fields["results"]
+    ]
+    lines += [
+        f"{row['name']:<12} {row['op']:<6} {row['median']:8.2f} of the speed of {row['to']}" for row in fields["ratios"]
     ]
     _emit(arguments, "bench.transport", fields, lines)
     return 0 if all(row["verified"] for row in fields["results"]) else 1

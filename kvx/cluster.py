@@ -127,7 +127,8 @@ class Child:
         except ProcessLookupError:
             return
 
-    def _is_ready(self) -> bool:
+    def is_ready(self) -> bool:
+        """Whether its URL answers 200 at this moment."""
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
             with opener.open(self.ready_url, timeout=1.0) as answer:
@@ -193,7 +194,7 @@ class Cluster:
         waiting = [child for child in children or self.children if child.ready_s is None]
         while waiting:
             self.check()
-            for child in [child for child in waiting if child._is_ready()]:
+            for child in [child for child in waiting if child.is_ready()]:
                 child.ready_s = time.monotonic() - started
                 waiting.remove(child)
             if waiting and time.monotonic() - started > timeout_s:

@@ -73,4 +73,4 @@ def _view(region: Region) -> memoryview:
     if not region.length:
         return memoryview(bytearray())
     array = (ctypes.c_ubyte * region.length).from_address(region.base)
-    return memoryview(np.frombuffer(array, dtype=np.uint8))
+    return np.ctypeslib.as_array(array).data

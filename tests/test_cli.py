@@ -89,6 +89,8 @@ def test_wrong_usage_is_status_2(words: list[str], capsys: pytest.CaptureFixture
         (["status", "here"], {}, 2, "HOST:PORT"),
         (["status", "127.0.0.1:1"], {}, 1, "nobody listens at 127.0.0.1:1"),
         (["release", "nonsense"], {}, 2, "not a ticket"),
+        (["bench", "transport", "--transports", "nope"], {}, 2, "no transport 'nope'"),
+        (["bench", "transport", "--op", "copy"], {}, 2, "'copy' is not a valid Op"),
         (["doctor", "--json", "/proc/nowhere/x.json"], {}, 2, "cannot be written"),
     ],
 )
@@ -156,6 +158,19 @@ def test_another_secret_gets_no_answer(
     monkeypatch.setenv("KVX_SECRET", "another-secret-of-20")
     assert cli.main(["status", options.advertise]) == 1
     assert "secret" in capsys.readouterr().err
+
+
+def test_benches_print_verified_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ("--bytes", "65536", "--pieces", "4", "--repeat", "2")
+    moved = document(capsys, "bench", "transport", *small)
+    assert {(row["name"], row["op"]) for row in moved["results"]} >= {
+        ("tcp", "read"),
+        ("tcp", "write"),
+        ("memcpy", "write"),
+    }
+    assert all(row["verified"] and len(row["samples"]) == 2 for row in moved["results"])
+    planned = document(capsys, "bench", "planner", "--blocks", "8", "--layers", "2", "--layout", "fragmented")
+    assert [row["case"] for row in planned["results"]] == ["fragmented"]
 
 
 def test_doctor_reports_every_check(options: Options, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,28 +14,19 @@ import numpy as np
 
 from kvx.core.layout import LegPlan, plan_leg
 from kvx.core.model import BlockTable, CacheGroup, LayerSpec, Layout, Packing, Part, Role
+from kvx.report import summary
 
 CASES = ("fresh", "fragmented")
 
 
-class Times(TypedDict):
-    """Milliseconds."""
-
-    min: float
-    mean: float
-    median: float
-    p99: float
-    max: float
-
-
 class Result(TypedDict):
-    """`pieces` before and `descriptors` after merging; `ms` is the time of one `LegPlan.move`."""
+    """`pieces` before and `descriptors` after merging; `ms` sums up the `samples`, the times of `LegPlan.move`."""
 
     case: str
     pieces: int
     descriptors: int
-    ms: Times
-    samples: int
+    ms: dict[str, float]
+    samples: list[float]
 
 
 class Report(TypedDict):
@@ -82,15 +73,8 @@ def _measured(case: str, leg: LegPlan, producer: Part, consumer: Part, repeat: i
     pieces, _ = leg.units(Role.PRODUCER, producer)
     if not here.nbytes == there.nbytes == pieces.nbytes:
         raise AssertionError(f"{here.nbytes} bytes planned of {pieces.nbytes}")
-    samples = np.array([_ms(lambda: leg.move(producer, consumer)) for _ in range(repeat)])
-    ms = Times(
-        min=float(samples.min()),
-        mean=float(samples.mean()),
-        median=float(np.median(samples)),
-        p99=float(np.percentile(samples, 99)),
-        max=float(samples.max()),
-    )
-    return Result(case=case, pieces=len(pieces), descriptors=len(here), ms=ms, samples=repeat)
+    samples = [_ms(lambda: leg.move(producer, consumer)) for _ in range(repeat)]
+    return Result(case=case, pieces=len(pieces), descriptors=len(here), ms=summary(samples), samples=samples)
 
 
 def _ms(call: Callable[[], object]) -> float:

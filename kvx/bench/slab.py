@@ -37,7 +37,7 @@ class Slab:
     @property
     def views(self) -> list[memoryview]:
         """The pieces in order."""
-        return [memoryview(self._rows[row])[: self._size] for row in self._order]
+        return [self._rows[row].data[: self._size] for row in self._order]
 
     def fill(self, sample: int) -> None:
         self._rows[self._order, : self._size] = self._pattern(sample)

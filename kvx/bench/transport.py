@@ -11,7 +11,7 @@ import secrets
 import select
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
@@ -25,6 +25,7 @@ from kvx.core.errors import TransportError
 from kvx.core.events import OpDone
 from kvx.core.model import Op
 from kvx.plugins import make_transport
+from kvx.report import summary
 from kvx.transport import Transport
 
 STREAMS = 2
@@ -128,7 +129,7 @@ def run(
     """Copy `nbytes` bytes in `pieces` pieces, `repeat` times each way; `options` are per transport.
 
     Returns `results: [{name, op, bytes, pieces, gbps, verified, samples}]`, gbps in 1e9 bytes per
-    second, and `ratios: [{name, to, op, median, samples}]`: throughput over that of `socket`,
+    second, and `ratios: [{name, to, op, median}]`: throughput over that of `socket`,
     measured in turns. Raises PluginError, ConfigError, TransportError; ValueError for a bad size.
     """
     if repeat < 1:
@@ -150,27 +151,16 @@ def run(
                     seconds[name, op].append(took)
     speeds = {key: nbytes / np.array(times) / 1e9 for key, times in seconds.items()}
     results = [
-        {"name": name, "op": op.value, "bytes": nbytes, "pieces": pieces, "gbps": summary(speed)}
-        | {"verified": verified[name, op], "samples": repeat}
+        {"name": name, "op": op.value, "bytes": nbytes, "pieces": pieces, "gbps": summary(speed.tolist())}
+        | {"verified": verified[name, op], "samples": speed.tolist()}
         for (name, op), speed in speeds.items()
     ]
     ratios = [
-        {"name": name, "to": "socket", "op": op.value, "samples": repeat}
-        | {"median": float(np.median(speed / speeds["socket", op]))}
+        {"name": name, "to": "socket", "op": op.value, "median": float(np.median(speed / speeds["socket", op]))}
         for (name, op), speed in speeds.items()
         if name in transports
     ]
     return {"results": results, "ratios": ratios}
-
-
-def summary(samples: np.ndarray[Any, np.dtype[np.float64]]) -> dict[str, float]:
-    return {
-        "min": float(samples.min()),
-        "mean": float(samples.mean()),
-        "median": float(np.median(samples)),
-        "p99": float(np.percentile(samples, 99)),
-        "max": float(samples.max()),
-    }
 
 
 def _sample(lane: Lane, op: Op, sample: int) -> tuple[float, bool]:
@@ -185,7 +175,7 @@ def _sample(lane: Lane, op: Op, sample: int) -> tuple[float, bool]:
 
 
 @contextmanager
-def _socket_lane(nbytes: int, pieces: int) -> Iterator[Lane]:
+def _socket_lane(nbytes: int, pieces: int) -> Generator[Lane]:
     setup = {"bytes": nbytes, "pieces": pieces, "streams": STREAMS}
     with Child("kvx.bench.baselines.plain_socket", setup) as child, ExitStack() as stack:
         address = ("127.0.0.1", int(child.hello["port"]))
@@ -197,7 +187,7 @@ def _socket_lane(nbytes: int, pieces: int) -> Iterator[Lane]:
 
 
 @contextmanager
-def _transport_lane(name: str, nbytes: int, pieces: int, options: Mapping[str, Any]) -> Iterator[Lane]:
+def _transport_lane(name: str, nbytes: int, pieces: int, options: Mapping[str, Any]) -> Generator[Lane]:
     secret = secrets.token_bytes(32)
     here = Slab(nbytes, pieces, seed=1)
     transport = make_transport(name, {**options, "peer": str(INITIATOR), "secret": secret})

@@ -7,7 +7,7 @@ from kvx.bench import planner
 
 def test_fresh_blocks_merge_and_fragmented_ones_do_not() -> None:
     fresh, fragmented = planner.run(blocks=50, layers=3, repeat=4)["results"]
-    assert (fresh["case"], fresh["pieces"], fresh["descriptors"], fresh["samples"]) == ("fresh", 150, 3, 4)
+    assert (fresh["case"], fresh["pieces"], fresh["descriptors"], len(fresh["samples"])) == ("fresh", 150, 3, 4)
     assert (fragmented["case"], fragmented["pieces"], fragmented["descriptors"]) == ("fragmented", 150, 150)
     for result in (fresh, fragmented):
         ms = result["ms"]

@@ -107,9 +107,10 @@ def main() -> None:
     for sock in socks:
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sources: list[int | socket.socket] = [0, socks[0]]
     try:
         while True:
-            ready = select.select([0, socks[0]], [], [])[0]
+            ready = select.select(sources, [], [])[0]
             if socks[0] in ready:
                 question = socks[0].recv(1)
                 if not question:
