@@ -30,7 +30,7 @@ test: env ## the quick tests, without an engine
 
 test-deep: env ## slow tests and 10,000 simulated worlds
 	$(PY) $(PYTEST) $(RUN)/test-deep.xml -m "slow and not vllm"
-	.venv/bin/kvx sim --seeds 10000 --json $(RUN)/sim.json
+	.venv/bin/kvx sim --seeds 10000 --jobs "$$(nproc)" --json $(RUN)/sim.json
 
 test-engines: env-vllm ## real vLLM servers on this machine's CPUs
 	$(VLLM) $(PYTEST) $(RUN)/test-engines.xml -m vllm tests/engines tests/adapters
