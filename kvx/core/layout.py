@@ -101,7 +101,6 @@ def _check_layer(group: CacheGroup, layer: LayerSpec, other: CacheGroup, twin: L
     if group.index != other.index:
         raise LayoutMismatch(f"group of layer {layer.name!r}", group.index, other.index)
     cells = _grid(group, other).cells, _grid(other, group).cells
-    # Cross-multiplied so that a block that does not divide evenly differs too.
     uneven = layer.block_bytes % cells[0] or twin.block_bytes % cells[1]
     if uneven or layer.block_bytes * cells[1] != twin.block_bytes * cells[0]:
         sizes = [f"{spec.block_bytes} in {n}" for spec, n in zip((layer, twin), cells, strict=True)]
@@ -125,8 +124,9 @@ def pairs(producer: Layout, consumer: Layout) -> tuple[Pair, ...]:
 
     Each consumer rank gets each head of each of its layers from exactly one producer rank;
     where several hold it they take turns. A rank of either side without any data has an empty
-    pair with the rank that faces it. Where both sides have pipeline stages the group of a foreign layer is not
-    known: a pair that any group would need then counts as not empty. Raises LayoutMismatch.
+    pair with the rank that faces it. Where both sides have pipeline stages the group of a
+    foreign layer is not known: a pair that any group would need then counts as not empty.
+    Raises LayoutMismatch.
     """
     check(producer, consumer)
     links = [_sources(group, producer.tp_size, consumer.tp_size).links for group in producer.groups]
