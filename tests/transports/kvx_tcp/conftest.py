@@ -54,6 +54,13 @@ class Rank:
             self.poll()
             assert time.monotonic() < end, "poll never comes to rest"
 
+    def poll_until_stalled(self) -> None:
+        """Poll alone until nothing has called for it for a while: kernels fill the last buffers slowly."""
+        end = time.monotonic() + LIMIT_S
+        while select.select([self.transport], [], [], 0.3)[0]:
+            self.poll()
+            assert time.monotonic() < end, "a stalled transport asks to be polled again and again"
+
     @property
     def ended(self) -> dict[int, OpDone | OpFailed]:
         ended = [one for one in self.told if isinstance(one, OpDone | OpFailed)]
