@@ -40,6 +40,20 @@ class Launch:
 
 
 @frozen
+class SmallModel:
+    """A small random model for demos and tests, which the engine serves on any machine.
+
+    `make` is the command that writes it, in seconds; `arguments` are those of each `Server` of it, `block_size` is
+    in tokens and `tokens` are the ids that a prompt may hold.
+    """
+
+    make: tuple[str, ...]
+    arguments: tuple[str, ...]
+    block_size: int
+    tokens: range
+
+
+@frozen
 class RequestInfo:
     """What is known of a request before it is sent anywhere. Counts are in tokens, None where unknown."""
 
@@ -115,4 +129,8 @@ class EngineDriver(Protocol):
 
     def launch(self, server: Server) -> Launch:
         """Raises ConfigError where the server cannot be started so."""
+        ...
+
+    def small_model(self, folder: str) -> SmallModel:
+        """The model for demos and tests, to be written into `folder`; it fits prompts of 16 blocks."""
         ...

@@ -10,7 +10,7 @@ from typing import Any
 from kvx.config import Options
 from kvx.core.errors import KvxError, RemoteProtocolError
 from kvx.core.model import Mode
-from kvx.driver import Dialect, Launch, Probe, Server
+from kvx.driver import Dialect, Launch, Probe, Server, SmallModel
 from kvx_vllm.versions import TESTED, installed_version
 
 _CPU_ENV = {
@@ -127,3 +127,10 @@ class VllmDriver:
             }
             command += ["--kv-transfer-config", json.dumps(config)]
         return Launch((*command, *server.arguments), dict(_CPU_ENV), "/health")
+
+    def small_model(self, folder: str) -> SmallModel:
+        arguments = (
+            *("--dtype", "float32", "--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "16"),
+            *("--block-size", "32", "--max-num-batched-tokens", "256", "--kv-cache-memory-bytes", str(64 << 20)),
+        )
+        return SmallModel((sys.executable, "-m", "kvx_vllm.tiny_model", folder), arguments, 32, range(3, 2000))
