@@ -19,9 +19,10 @@ from kvx_tcp.link import ALONE
 class Options:
     """Sizes in bytes, times in seconds.
 
-    `peer` is this rank's name, `secret` proves it. `port` 0 takes any free one. `streams` is the
+    `listen_host` is where to listen; `advertise_host`, by default the same, is what peers dial: a
+    name is resolved here, once, and travels as a number. `peer` is this rank's name, `secret` proves it. `port` 0 takes any free one. `streams` is the
     number of connections per peer, the smaller of both sides' counts. `chunk_bytes` is what an
-    operation moves before another one has its turn. `buffer_bytes` 0 leaves the socket buffers
+    operation moves before another one that waits has its turn. `buffer_bytes` 0 leaves the socket buffers
     to the kernel. A handshake may take `handshake_s`; a host that has not answered for
     `silence_s` is given up. `insecure` allows addresses beyond loopback without a secret.
     """

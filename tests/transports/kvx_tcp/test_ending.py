@@ -268,3 +268,21 @@ def test_closing_twice_and_polling_afterwards(pair):
     a.transport.close()
     a.transport.close()
     assert a.transport.poll() == []
+
+
+def test_another_epoch_of_the_same_transport_is_asked_what_became_of_a_write(pair, pump):
+    a, b = pair(16 * MIB, warm=True)
+    a.memory[:] = 2
+    b.transport.permit("t", None, Op.WRITE, whole(16 * MIB), STAMP)
+    a.post(1, b, Op.WRITE, whole(16 * MIB), whole(16 * MIB), STAMP)
+    pump(a, b, until=b.memory.any)
+    b.epoch = 2
+    a.know(b)
+    a.poll_dry()
+    assert 1 not in a.ended, "nobody has said yet that nothing can land"
+    pump(a, b, until=lambda: 1 in a.ended)
+    assert a.failed(1).reason is Reason.TRANSPORT
+    b.memory[:] = 9
+    a.poll_dry()
+    b.poll_dry()
+    assert (b.memory == 9).all()

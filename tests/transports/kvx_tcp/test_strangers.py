@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import resource
 import socket
 
 import msgspec
@@ -314,3 +317,24 @@ def test_open_comes_back_as_it_was(transfer, number, op, table):
         damaged[-8:] = np.array([-1], dtype="<i8").tobytes()
         with pytest.raises(RemoteProtocolError):
             decode_open(damaged)
+
+
+def test_without_descriptors_it_waits_and_then_goes_on(make, pump, stranger):
+    b = make("b", handshake_s=5)
+    one = stranger(b)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(int(name) for name in os.listdir("/proc/self/fd"))
+    fillers = []
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, hard))
+        with contextlib.suppress(OSError):
+            while True:
+                fillers.append(os.dup(0))
+        one.hello()
+        b.poll_until_stalled()
+        assert not b.transport._connections
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for filler in fillers:
+            os.close(filler)
+    assert one.answer(pump, HEADER_BYTES)
