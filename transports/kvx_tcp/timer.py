@@ -26,9 +26,17 @@ class Timer:
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
 
-    def later(self, seconds: float, call: Callable[[], None]) -> None:
+    def later(self, seconds: float, call: Callable[[], None]) -> int:
+        """A number with which the call can be forgotten again."""
         self._count += 1
         heapq.heappush(self._due, (time.monotonic() + seconds, self._count, call))
+        self._arm()
+        return self._count
+
+    def forget(self, number: int) -> None:
+        """Nothing is woken for this call any more; one that has been made or forgotten is no matter."""
+        self._due = [due for due in self._due if due[1] != number]
+        heapq.heapify(self._due)
         self._arm()
 
     def run(self) -> None:

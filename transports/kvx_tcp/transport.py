@@ -67,6 +67,7 @@ class TcpTransport:
         self._polling = False
         self._connections: dict[int, Connection] = {}
         self._strangers: dict[Connection, None] = {}
+        self._handshakes: dict[Connection, int] = {}
         self._retired: deque[bytes] = deque(maxlen=_RETIRED)
         self._memory = Memory(())
         self._target = Target(self._memory, self.drop)
@@ -220,17 +221,23 @@ class TcpTransport:
         if connection.open:
             self._connections.pop(connection.fd, None)
             self._strangers.pop(connection, None)
+            self._introduced(connection)
             connection.close()
 
     def _add(self, connection: Connection) -> None:
         connection.mask = connection.wanted
         self._epoll.register(connection.fd, connection.mask)
         self._connections[connection.fd] = connection
-        self._timer.later(self.options.handshake_s, lambda: self._expire(connection))
+        self._handshakes[connection] = self._timer.later(
+            self.options.handshake_s,
+            lambda: self._lose(connection, TimeoutError(f"no handshake within {self.options.handshake_s} s")),
+        )
 
-    def _expire(self, connection: Connection) -> None:
-        if isinstance(connection.role, (Accepting, Dialling)):
-            self._lose(connection, TimeoutError(f"no handshake within {self.options.handshake_s} s"))
+    def _introduced(self, connection: Connection) -> None:
+        """The handshake is over, well or not: its deadline shall wake nobody."""
+        number = self._handshakes.pop(connection, None)
+        if number is not None:
+            self._timer.forget(number)
 
     def _accept(self, listener: socket.socket) -> None:
         try:
@@ -267,6 +274,7 @@ class TcpTransport:
 
     def _proven(self, hello: Hello, connection: Connection) -> None:
         self._strangers.pop(connection, None)
+        self._introduced(connection)
         self._target.join(hello, connection)
 
     def dial(self, remote: Remote, link: Link) -> None:
@@ -294,13 +302,17 @@ class TcpTransport:
             role = Dialling(
                 self.options.secret,
                 fresh,
-                lambda connection: link.ready(connection, remote.doubts),
+                lambda connection: self._welcomed(connection, link, remote),
                 lambda cause: link.broken(link, cause),
             )
             connection = Connection(sock, role)
             link.connections.append(connection)
             connection.send(fresh.encode())
             self._add(connection)
+
+    def _welcomed(self, connection: Connection, link: Link, remote: Remote) -> None:
+        self._introduced(connection)
+        link.ready(connection, remote.doubts)
 
     def _prepare(self, sock: socket.socket) -> None:
         sock.setblocking(False)
