@@ -210,15 +210,15 @@ class Contacts:
     def _met(self, fact: Met, now: float) -> None:
         association = fact.association
         peer, reached = association.peer, fact.address or association.info.address
-        for t in list(self._transfers.open.values()):
-            if not t.met and t.failed is None and t.address == reached:
-                self.meet(t, association, now)
-                self._transfers.settle(t, now)
         for transfer in list(self._transfers.of_peer.get(peer, ())):
             t = self._transfers.open[transfer]
             leg = t.leg_of(peer)
             if leg is not None and not leg.terminal and leg.epoch == association.info.epoch:
                 self._repeat(t, leg, association, now)
+                self._transfers.settle(t, now)
+        for t in list(self._transfers.open.values()):
+            if not t.met and t.failed is None and t.address == reached:
+                self.meet(t, association, now)
                 self._transfers.settle(t, now)
         for address in {reached, association.info.address}:
             for errand in self._peers.errands.pop(address, ()):

@@ -60,7 +60,7 @@ class PeerMessages:
         elif t is None and self._transfers.draining:
             refusal = (Reason.DRAINING, "no new transfers")
         elif t is None and (
-            self._transfers.tombstones.full or len(self._transfers.open) >= self._transfers.limits.transfers
+            self._transfers.tombstones.full(now) or len(self._transfers.open) >= self._transfers.limits.transfers
         ):
             refusal = (Reason.NO_CAPACITY, "too many transfers")
         elif t is not None and not (t.mode is Mode.PUSH and t.initiates and t.instance in (None, peer.instance)):

@@ -41,8 +41,8 @@ class Tombstones:
     def __len__(self) -> int:
         return len(self._stones)
 
-    @property
-    def full(self) -> bool:
+    def full(self, now: float) -> bool:
+        self.sweep(now)
         return len(self._stones) >= self.limit
 
     def bury(self, stone: Tombstone, now: float) -> None:
