@@ -20,7 +20,7 @@ import numpy as np
 
 from kvx.control import ControlChannel
 from kvx.core.endpoint import Endpoint
-from kvx.core.errors import LocalProtocolError, TransportError
+from kvx.core.errors import LayoutMismatch, LocalProtocolError, TransportError
 from kvx.core.events import (
     Action,
     Cancel,
@@ -264,8 +264,13 @@ class Runtime:
 
     def _introduce(self, action: Introduce) -> None:
         self._control.proven(action.link)
-        peer, name = action.info.peer, self._choose(action.info)
-        self._peer_transport[peer] = name
+        peer = action.info.peer
+        try:
+            self._peer_transport[peer] = self._choose(action.info)
+        except LayoutMismatch as mismatch:
+            # The endpoint fails each transfer with this peer as it plans it; nothing is ever posted.
+            _log.error("no transport to %s: %s", peer, mismatch)
+            return
         for common in self._transports.keys() & action.metadata.keys():
             try:
                 self._transports[common].connect(action.info, action.metadata[common])
