@@ -17,6 +17,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = [
     ROOT / "kvx",
     ROOT / "transports/kvx_tcp",
+    ROOT / "adapters/kvx_reference",
     ROOT / "adapters/kvx_vllm",
     ROOT / "conformance/kvx_conformance",
 ]
@@ -26,11 +27,14 @@ IO = {
 }
 FORBIDDEN = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
 PURE = {"kvx", "kvx.core.errors", "kvx.core.events", "kvx.core.model"}
+ADAPTER = PURE | {
+    *("kvx.core.layout", "kvx.engine", "kvx.driver", "kvx.dialect", "kvx.instance", "kvx.config", "kvx.tracing"),
+    *("kvx.hookspecs", "kvx.address", "kvx.params", "kvx.used"),
+}
 ALLOWED = {
     "kvx_tcp": PURE | {"kvx.transport", "kvx.hookspecs", "kvx.memory"},
-    "kvx_vllm": PURE
-    | {"kvx.core.layout", "kvx.engine", "kvx.driver", "kvx.instance", "kvx.config", "kvx.tracing", "kvx.hookspecs"}
-    | {"kvx.address"},
+    "kvx_reference": ADAPTER,
+    "kvx_vllm": ADAPTER,
 }
 
 

@@ -12,7 +12,7 @@ import pytest
 from kvx.config import Options
 from kvx.core.model import BlockTable, Mode
 from kvx.instance import make_ticket, read_ticket
-from kvx_vllm.params import Consume, Produce, read_params
+from kvx.params import Consume, Produce, read_params
 
 ROOT = Path(__file__).parent.parent
 FAKES = """

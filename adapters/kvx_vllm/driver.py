@@ -1,16 +1,13 @@
-"""vLLM as a process and as an HTTP dialect; imports nothing of vLLM."""
+"""vLLM as a process; imports nothing of vLLM."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
-from typing import Any
 
 from kvx.config import Options
-from kvx.core.errors import KvxError, RemoteProtocolError
-from kvx.core.model import Mode
-from kvx.driver import Dialect, Launch, Probe, Server, SmallModel
+from kvx.dialect import CompletionsDialect
+from kvx.driver import Dialect, Launch, Server, SmallModel
 from kvx_vllm.versions import TESTED, installed_version
 
 _CPU_ENV = {
@@ -22,80 +19,6 @@ _CPU_ENV = {
     "TRANSFORMERS_OFFLINE": "1",
     "PYTHONUNBUFFERED": "1",
 }
-_UPSTREAM = {
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
-
-
-class VllmDialect:
-    """OpenAI's completions with vLLM's `kv_transfer_params`."""
-
-    def prefill_leg(self, body: Mapping[str, Any], mode: Mode, transfer: str) -> dict[str, Any]:
-        leg = {key: value for key, value in body.items() if key not in ("stream_options", "max_completion_tokens")}
-        leg |= {"stream": False, "max_tokens": 1}
-        if "max_completion_tokens" in body:
-            leg["max_completion_tokens"] = 1
-        if "min_tokens" in body:
-            leg["min_tokens"] = 1
-        params: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False, **_UPSTREAM}
-        if mode is Mode.PUSH:
-            params["kvx"] = {"mode": "push", "transfer": transfer}
-        return {**leg, "kv_transfer_params": params}
-
-    def decode_leg(
-        self,
-        body: Mapping[str, Any],
-        mode: Mode,
-        transfer: str,
-        *,
-        prefill_answer: Mapping[str, Any] | None = None,
-        prefill_address: str | None = None,
-    ) -> dict[str, Any]:
-        if mode is Mode.PULL:
-            params = (prefill_answer or {}).get("kv_transfer_params")
-            if not isinstance(params, Mapping):
-                raise KvxError("the prefill instance's answer has no kv_transfer_params: does it run KvxConnector?")
-            return {**body, "kv_transfer_params": dict(params)}
-        if prefill_address is None:
-            raise KvxError("push needs the control address of the prefill instance")
-        kvx = {"mode": "push", "transfer": transfer, "from": prefill_address}
-        return {**body, "kv_transfer_params": {"do_remote_prefill": True, "do_remote_decode": False, "kvx": kvx}}
-
-    def ticket(self, prefill_answer: Mapping[str, Any]) -> str | None:
-        kvx = _kvx(prefill_answer)
-        ticket = kvx.get("ticket")
-        return ticket if isinstance(ticket, str) else None
-
-    def probe_request(self, model: str) -> dict[str, Any]:
-        return {"model": model, "prompt": [0], "max_tokens": 1, "kv_transfer_params": {"kvx": {"probe": True}}}
-
-    def read_probe(self, answer: Mapping[str, Any]) -> Probe:
-        kvx = _kvx(answer)
-        try:
-            probe = Probe(
-                instance=kvx["instance"],
-                epoch=kvx["epoch"],
-                addresses=tuple(kvx["addresses"]),
-                dp_rank=kvx["dp_rank"],
-                dp_size=kvx["dp_size"],
-                fingerprint=kvx["fingerprint"],
-            )
-        except (KeyError, TypeError) as error:
-            raise RemoteProtocolError(f"no probe in the instance's answer: {error}") from error
-        texts = (probe.instance, probe.fingerprint, *probe.addresses)
-        numbers = (probe.epoch, probe.dp_rank, probe.dp_size)
-        if not all(isinstance(text, str) for text in texts) or not all(type(number) is int for number in numbers):
-            raise RemoteProtocolError("the probe in the instance's answer has values of wrong types")
-        return probe
-
-
-def _kvx(answer: Mapping[str, Any]) -> Mapping[str, Any]:
-    params = answer.get("kv_transfer_params")
-    kvx = params.get("kvx") if isinstance(params, Mapping) else None
-    return kvx if isinstance(kvx, Mapping) else {}
 
 
 class VllmDriver:
@@ -103,7 +26,7 @@ class VllmDriver:
 
     @property
     def dialect(self) -> Dialect:
-        return VllmDialect()
+        return CompletionsDialect()
 
     @property
     def tested(self) -> str:

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 from attrs import define, frozen
 
 from kvx.core.model import BlockTable, Mode, Role, Ticket
+from kvx.params import Fault
 from kvx_vllm.metadata import Ended
-from kvx_vllm.params import Fault
 
 
 class EngineRequest(Protocol):

@@ -18,10 +18,10 @@ from typing import Any
 from kvx.config import Options
 from kvx.core.events import Abort, Claim, EngineEvent, Expose, Stage
 from kvx.core.model import BlockTable, Mode, Part, Reason, Role
+from kvx.params import Consume, Fault, Produce, ReadTicket, Wish, read_params
+from kvx.used import UsedIds
 from kvx_vllm.metadata import Ended, Plan, Ready, WorkerReport
-from kvx_vllm.params import Consume, Fault, Produce, ReadTicket, Wish, read_params
 from kvx_vllm.records import BlockPins, EngineRequest, Identity, Load, MakeTicket, Scheduled, Send, Transfer
-from kvx_vllm.used import UsedIds
 
 # vLLM configures handlers for loggers below "vllm" only.
 logger = logging.getLogger("vllm.kvx.scheduler")

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvx.core.errors import RemoteProtocolError
 from kvx.core.model import BlockTable, Grant, Mode, Peer, Reason, Ticket
-from kvx_vllm.params import Consume, Fault, Produce, Wish, read_params
+from kvx.params import Consume, Fault, Produce, Wish, read_params
 
 GRANT = Grant("t1", Peer("p", 0), 7, 0, Mode.PULL, (0,), BlockTable.of([1]), 5, 30.0, "127.0.0.1:5700")
 TICKET = Ticket(GRANT, "", b"")

@@ -1,7 +1,8 @@
 """A request's `kv_transfer_params`, checked: what it asks of this instance.
 
-Everything of kvx stands under the key `kvx`; all other keys are vLLM's own. A client can write
-any of it, so nothing is used unchecked; a fault concerns one request and never raises.
+Everything of kvx stands under the key `kvx`; all other keys are vLLM's, which other engines take
+over. A client can write any of it, so nothing is used unchecked; a fault concerns one request and
+never raises.
 """
 
 from __future__ import annotations

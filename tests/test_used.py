@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from kvx_vllm.used import UsedIds
+from kvx.used import UsedIds
 
 
 def test_an_id_is_remembered_for_its_time_and_no_longer() -> None:

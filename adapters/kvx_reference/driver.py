@@ -1,0 +1,45 @@
+"""The reference engine as a process; imports nothing of it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib import util
+
+from kvx import __version__
+from kvx.config import Options
+from kvx.dialect import CompletionsDialect
+from kvx.driver import Dialect, Launch, Server, SmallModel
+
+_MODULE = "kvx_reference.engine"
+_CONNECTOR = "kvx_reference.adapter:open_connector"
+_ENV = {"PYTHONUNBUFFERED": "1"}
+
+
+class ReferenceDriver:
+    """Starts the engine's own HTTP server. Its version is kvx's."""
+
+    @property
+    def dialect(self) -> Dialect:
+        return CompletionsDialect()
+
+    @property
+    def tested(self) -> str:
+        return __version__
+
+    def installed(self) -> str | None:
+        """None where the packages of the extra `reference` are missing."""
+        return None if util.find_spec("aiohttp") is None else __version__
+
+    def launch(self, server: Server) -> Launch:
+        """Raises ConfigError where kvx's options cannot work, before a process is started."""
+        command = [sys.executable, "-m", _MODULE, "--model", server.model, "--host", server.host]
+        command += ["--port", str(server.port)]
+        if server.options is not None:
+            Options.load(server.options, env={})
+            command += ["--connector", _CONNECTOR, "--connector-options", json.dumps(dict(server.options))]
+        return Launch((*command, *server.arguments), dict(_ENV), "/health")
+
+    def small_model(self, folder: str) -> SmallModel:
+        make = (sys.executable, "-m", _MODULE, "--random", "0", "--save", folder)
+        return SmallModel(make, ("--block-size", "16", "--blocks", "512"), 16, range(3, 2048))
