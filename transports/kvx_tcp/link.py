@@ -22,10 +22,10 @@ from kvx_tcp.span import Cursor, Span
 
 MAX_IN_FLIGHT = 64
 """Operations that are open at one peer at a time; further ones wait in order."""
-READ_AHEAD = 4
-"""Chunks that may be asked for on one connection before the first has arrived."""
 ALONE = 4
 """Chunks that an operation moves in one turn while no other one waits for its own."""
+READ_AHEAD = 2 * ALONE
+"""Chunks that may be on their way to this side on one connection."""
 
 
 @define(eq=False)
@@ -142,7 +142,7 @@ class Link:
             connection.send(encode_open(operation.op_id, operation.op, operation.stamp, operation.remote))
         elif not operation.accepted and operation.home is not connection:
             return
-        if operation.op is Op.READ and len(self._questions[connection]) > READ_AHEAD:
+        if operation.op is Op.READ and self._awaited(connection) >= READ_AHEAD * self.chunk_bytes:
             return
         offset = operation.asked
         length = min(self.chunk_bytes * (1 if self._turns else ALONE), operation.local.nbytes - offset)
@@ -156,6 +156,10 @@ class Link:
                 connection.send_later(lambda: (frame.encode(), cursor))
             else:
                 connection.send(frame.encode())
+
+    def _awaited(self, connection: Connection) -> int:
+        """Bytes that were asked for on this connection and have not been acknowledged."""
+        return sum(question.length for question in self._questions[connection] if question.kind is not Kind.PUT)
 
     def _ask(self, connection: Connection, question: _Question) -> None:
         self._questions[connection].append(question)

@@ -117,6 +117,19 @@ def test_a_small_operation_does_not_wait_for_a_large_one(pair, pump, op):
 
 
 @pytest.mark.parametrize("op", list(Op))
+def test_chunks_wait_for_the_acceptance_that_is_not_on_their_own_connection(pair, pump, op):
+    a, b = pair(32 * MIB, warm=True, streams=3)
+    b.transport.permit("t", a.peer, op, whole(32 * MIB), STAMP)
+    a.post(1, b, op, whole(32 * MIB), whole(32 * MIB), STAMP)
+    a.poll_until_stalled()
+    questions = a.transport._initiator.remotes[b.peer].link._questions
+    assert sorted(map(bool, questions.values())) == [False, False, True]
+    pump(a, b, until=lambda: sum(map(bool, questions.values())) == 3 or 1 in a.ended)
+    assert 1 not in a.ended, "the other connections were never used"
+    pump(a, b, until=lambda: 1 in a.ended)
+
+
+@pytest.mark.parametrize("op", list(Op))
 def test_64_mib_without_copies_in_python(pair, pump, pattern, op):
     a, b = pair(64 * MIB, warm=True)
     source, destination = (a, b) if op is Op.WRITE else (b, a)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kvx.core.errors import ConfigError, RemoteProtocolError, TransportError
 from kvx.core.model import Descriptors, Op, Reason, Stamp
-from kvx_tcp.frames import HEADER_BYTES, Frame, Hello, Kind, decode_open, encode_open, message, prove
+from kvx_tcp.frames import HEADER_BYTES, Frame, Hello, Kind, Status, decode_open, encode_open, message, prove
 from kvx_tcp.transport import TcpTransport
 
 STAMP = Stamp("t", 7, 3)
@@ -206,6 +206,123 @@ def test_a_peer_that_asks_and_never_listens_is_not_listened_to_for_ever(make, pu
     b.poll_dry()
     (connection,) = b.transport._connections.values()
     assert len(connection._queue) <= 300
+
+
+@pytest.mark.parametrize("closing", [False, True])
+def test_what_was_asked_for_and_is_forbidden_before_it_is_sent(make, pump, stranger, closing):
+    b = make("b", 16 * MIB)
+    b.memory[:] = 2
+    b.transport.permit("t", None, Op.READ, whole(16 * MIB), STAMP)
+    one = stranger(b)
+    one.enter(pump)
+    question = Frame(Kind.GET, 0, 1, 0, 16 * MIB)
+    one.sock.send(encode_open(1, Op.READ, STAMP, whole(16 * MIB)) + 2 * question.encode())
+    b.poll_until_stalled()
+    if closing:
+        one.sock.send(Frame(Kind.CLOSE, 0, 1).encode())
+        b.poll_until_stalled()
+    b.transport.forbid("t")
+    b.memory[:] = 9
+    assert Frame.decode(one.answer(pump, HEADER_BYTES)).kind is Kind.ACK
+    assert Frame.decode(one.answer(pump, HEADER_BYTES)) == question._replace(kind=Kind.DATA)
+    received = 0
+    while received < 16 * MIB:
+        data = one.answer(pump, min(65536, 16 * MIB - received))
+        assert 9 not in data, "memory was read after it was forbidden"
+        received += len(data)
+    refused = question._replace(kind=Kind.ACK, status=Status.FORBIDDEN)
+    assert [Frame.decode(one.answer(pump, HEADER_BYTES)) for _ in range(2)] == [refused, refused]
+
+
+class Impostor:
+    """A target that knows the secret and answers what a test says."""
+
+    def __init__(self, initiator, target):
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.listener.settimeout(10)
+        metadata = msgspec.msgpack.decode(target.transport.metadata())
+        port = self.listener.getsockname()[1]
+        initiator.know(target, msgspec.msgpack.encode({**metadata, "port": port, "streams": 1}))
+
+    def welcome(self, initiator):
+        """Accept the connection that a posted operation opens."""
+        initiator.poll_dry()
+        self.sock = self.listener.accept()[0]
+        self.sock.settimeout(10)
+        initiator.poll_dry()
+        header = Frame.decode(self.sock.recv(HEADER_BYTES, socket.MSG_WAITALL))
+        hello = Hello.decode(self.sock.recv(header.length, socket.MSG_WAITALL))
+        self.sock.send(message(Kind.CHALLENGE, b"c" * 16))
+        initiator.poll_until_stalled()
+        assert self.sock.recv(HEADER_BYTES + 32, socket.MSG_WAITALL)[3] == Kind.PROOF
+        self.sock.send(message(Kind.WELCOME, prove(b"", b"acceptor", hello, b"c" * 16)))
+        initiator.poll_until_stalled()
+
+    def close(self):
+        self.sock.close()
+        self.listener.close()
+
+
+@pytest.fixture
+def impostor():
+    impostors = []
+
+    def impostor(initiator, target):
+        impostors.append(Impostor(initiator, target))
+        return impostors[-1]
+
+    yield impostor
+    for one in impostors:
+        one.close()
+
+
+OPENED = Frame(Kind.ACK, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("op", "answers"),
+    [
+        (Op.READ, [OPENED, Frame(Kind.ACK, 0, 1, 0, 4096)]),
+        (Op.READ, [OPENED, Frame(Kind.DATA, 0, 1, 0, 4095)]),
+        (Op.READ, [OPENED, Frame(Kind.DATA, 0, 1, 1, 4096)]),
+        (Op.READ, [OPENED, Frame(Kind.DATA, 0, 2, 0, 4096)]),
+        (Op.READ, [Frame(Kind.DATA, 0, 1, 0, 4096)]),
+        (Op.READ, [OPENED, OPENED]),
+        (Op.WRITE, [OPENED, Frame(Kind.DATA, 0, 1, 0, 4096)]),
+        (Op.WRITE, [OPENED, Frame(Kind.ACK, 0, 1, 0, 1)]),
+        (Op.WRITE, [OPENED, Frame(Kind.PUT, 0, 1, 0, 4096)]),
+        (Op.WRITE, [Frame(Kind.WELCOME)]),
+    ],
+)
+def test_an_answer_that_fits_no_question_ends_the_connection(make, impostor, op, answers):
+    a, b = make("a"), make("b")
+    one = impostor(a, b)
+    a.post(1, b, op, whole(4096), whole(4096), STAMP)
+    one.welcome(a)
+    assert 1 not in a.ended
+    one.sock.send(b"".join(answer.encode() for answer in answers) + b"x" * 4096)
+    a.poll_until_stalled()
+    assert not a.done(1)
+    assert not a.memory.any()
+    with contextlib.suppress(ConnectionResetError):
+        while one.sock.recv(65536):
+            continue
+    # A READ is over; what a WRITE has sent is in doubt, and asked about on a new connection.
+    assert (1 in a.ended) is (op is Op.READ)
+
+
+def test_bytes_that_were_asked_for_and_then_refused_are_no_success(make, impostor):
+    a, b = make("a"), make("b")
+    one = impostor(a, b)
+    a.post(1, b, Op.READ, whole(4096), whole(4096), STAMP)
+    one.welcome(a)
+    data = Frame(Kind.DATA, 0, 1, 0, 4096)
+    one.sock.send(OPENED.encode() + data.encode() + b"x" * 4096)
+    a.poll_until_stalled()
+    assert 1 not in a.ended
+    one.sock.send(data._replace(kind=Kind.ACK, status=Status.FORBIDDEN).encode())
+    a.poll_until_stalled()
+    assert a.failed(1).reason is Reason.ABORTED
 
 
 def test_strangers_are_bounded_in_number_and_the_oldest_goes(make, pump, stranger):
