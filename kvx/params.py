@@ -8,7 +8,7 @@ never raises.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from attrs import frozen
 
@@ -133,3 +133,50 @@ def _transfer_id(value: object) -> str | Fault:
     if isinstance(value, str) and 0 < len(value) <= MAX_TRANSFER_ID and value.isprintable():
         return value
     return Fault(Reason.OTHER, f"kvx.transfer has to be a text of 1 to {MAX_TRANSFER_ID} printable characters")
+
+
+class End(Protocol):
+    """How a transfer ended; an Outcome is one."""
+
+    @property
+    def ok(self) -> bool: ...
+    @property
+    def reason(self) -> Reason | None: ...
+    @property
+    def detail(self) -> str: ...
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def seconds(self) -> float: ...
+
+
+def told(end: End | None) -> dict[str, Any]:
+    """What an answer says of a transfer; None: it has not ended yet."""
+    if end is None:
+        return {"ok": None}
+    answer: dict[str, Any] = {"ok": end.ok, "bytes": end.bytes, "seconds": end.seconds}
+    return answer if end.ok else {**answer, "reason": (end.reason or Reason.OTHER).value, "detail": end.detail}
+
+
+def offer(ticket: str) -> dict[str, Any]:
+    """A producer's answer in pull, in upstream's keys and kvx's own: it goes to the consumer as it is."""
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": None,
+        "remote_block_ids": None,
+        "remote_host": None,
+        "remote_port": None,
+        "kvx": {"ticket": ticket},
+    }
+
+
+def no_offer(fault: Fault) -> dict[str, Any]:
+    """A producer's answer from which the consumer computes by itself."""
+    return {"do_remote_prefill": False, "do_remote_decode": False, "kvx": {"ok": False, **fault.answer()}}
+
+
+def used_before(transfer: str) -> Fault:
+    """A ticket or an id is good for one request."""
+    detail = f"transfer {transfer} was used before: a ticket or id is good for one request"
+    return Fault(Reason.UNKNOWN_TRANSFER, detail)

@@ -18,7 +18,18 @@ from typing import Any
 from kvx.config import Options
 from kvx.core.events import Abort, Claim, EngineEvent, Expose, Stage
 from kvx.core.model import BlockTable, Mode, Part, Reason, Role
-from kvx.params import Consume, Fault, Produce, ReadTicket, Wish, read_params
+from kvx.params import (
+    Consume,
+    Fault,
+    Produce,
+    ReadTicket,
+    Wish,
+    no_offer,
+    offer,
+    read_params,
+    told,
+    used_before,
+)
 from kvx.used import UsedIds
 from kvx_vllm.metadata import Ended, Plan, Ready, WorkerReport
 from kvx_vllm.records import BlockPins, EngineRequest, Identity, Load, MakeTicket, Scheduled, Send, Transfer
@@ -78,7 +89,7 @@ class SchedulerHalf:
     def _new_load(self, request: EngineRequest, wish: Consume | Fault) -> Load:
         prompt = request.num_prompt_tokens
         if isinstance(wish, Consume) and self._is_used(wish.transfer):
-            wish = _taken(wish.transfer)
+            wish = used_before(wish.transfer)
         if isinstance(wish, Fault):
             logger.warning("kvx: request %s is not loaded: %s", request.request_id, wish.detail)
             return Load(wish, prompt, prompt)
@@ -94,7 +105,7 @@ class SchedulerHalf:
     def _new_send(self, request: EngineRequest, wish: Produce | Fault) -> Send:
         ready = [0] * len(self._sizes)
         if isinstance(wish, Produce) and self._is_used(wish.transfer):
-            wish = _taken(wish.transfer)
+            wish = used_before(wish.transfer)
         if isinstance(wish, Fault):
             logger.warning("kvx: request %s is not offered: %s", request.request_id, wish.detail)
             return Send(wish, request.num_prompt_tokens, ready)
@@ -282,7 +293,7 @@ class SchedulerHalf:
                 self._events.append(
                     Abort(transfer.id, Reason.ABORTED, ticket=transfer.ticket, address=transfer.address)
                 )
-            report = {"transfer": transfer.id, "mode": transfer.mode.value, **_told(transfer.end)}
+            report = {"transfer": transfer.id, "mode": transfer.mode.value, **told(transfer.end)}
             transfer.request_gone = True
             self._forget(transfer)
         load.request_gone = True
@@ -295,7 +306,7 @@ class SchedulerHalf:
     ) -> dict[str, Any]:
         transfer = send.transfer
         if isinstance(transfer, Fault):
-            return _no_transfer(transfer)
+            return no_offer(transfer)
         if transfer is None:
             return self._offer(request, blocks) if completed else {}
         self._drop(send, Reason.ABORTED)
@@ -303,7 +314,7 @@ class SchedulerHalf:
             self._events.append(Abort(transfer.id, Reason.ABORTED))
         transfer.request_gone = True
         self._forget(transfer)
-        return {"kvx": {"transfer": transfer.id, "mode": "push", **_told(transfer.end)}}
+        return {"kvx": {"transfer": transfer.id, "mode": "push", **told(transfer.end)}}
 
     def _offer(self, request: EngineRequest, blocks: Sequence[Sequence[int]]) -> dict[str, Any]:
         """Pull: expose the blocks and answer with the ticket, in upstream's keys and kvx's own."""
@@ -312,21 +323,13 @@ class SchedulerHalf:
         pins = self._pins
         if pins.held + len(table) > self._options.max_held_fraction * pins.total:
             detail = f"{pins.held} of {pins.total} blocks are held for transfers (option max_held_fraction)"
-            return _no_transfer(Fault(Reason.NO_CAPACITY, detail))
+            return no_offer(Fault(Reason.NO_CAPACITY, detail))
         transfer = Transfer(secrets.token_hex(16), Mode.PULL, Role.PRODUCER, request.request_id, request_gone=True)
         self._transfers[transfer.id] = transfer
         self._hand_over(transfer, table)
         first = (0,) * len(self._sizes)
         self._events.append(Expose(transfer.id, Mode.PULL, table, first, tokens, self._options.lease_s))
-        return {
-            "do_remote_prefill": True,
-            "do_remote_decode": False,
-            "remote_engine_id": None,
-            "remote_block_ids": None,
-            "remote_host": None,
-            "remote_port": None,
-            "kvx": {"ticket": self._make_ticket(transfer=transfer.id, first=first, blocks=table, tokens=tokens)},
-        }
+        return offer(self._make_ticket(transfer=transfer.id, first=first, blocks=table, tokens=tokens))
 
     def _probe(self, own_blocks: Sequence[Sequence[int]]) -> dict[str, Any]:
         identity = self._identity
@@ -350,21 +353,3 @@ class SchedulerHalf:
         if transfer is not None and transfer.over:
             del self._transfers[transfer.id]
             self._used.add(transfer.id)
-
-
-def _taken(transfer: str) -> Fault:
-    return Fault(
-        Reason.UNKNOWN_TRANSFER, f"transfer {transfer} was used before: a ticket or id is good for one request"
-    )
-
-
-def _no_transfer(fault: Fault) -> dict[str, Any]:
-    """A producer's answer from which the consumer computes by itself."""
-    return {"do_remote_prefill": False, "do_remote_decode": False, "kvx": {"ok": False, **fault.answer()}}
-
-
-def _told(end: Ended | None) -> dict[str, Any]:
-    if end is None:
-        return {"ok": None}
-    told: dict[str, Any] = {"ok": end.ok, "bytes": end.bytes, "seconds": end.seconds}
-    return told if end.ok else {**told, "reason": (end.reason or Reason.OTHER).value, "detail": end.detail}
