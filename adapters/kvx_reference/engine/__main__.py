@@ -23,6 +23,7 @@ def main(arguments: list[str] | None = None) -> int:
         os.environ.setdefault(name, "1")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
     from kvx_reference.engine.config import TINY, ModelError
+    from kvx_reference.engine.connector import ConnectorError
     from kvx_reference.engine.engine import Engine, Settings, load_model, random_model
     from kvx_reference.engine.folder import save_random_model
     from kvx_reference.engine.tokenizer import WordTokenizer, load_tokenizer, vocabulary
@@ -47,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
             recompute=given.load_failure == "recompute",
         )
         engine = Engine(model, settings, _connector(given.connector), given.connector_options)
-    except (ModelError, ValueError, OSError) as error:
+    except (ModelError, ConnectorError, OSError) as error:
         sys.stderr.write(f"kvx_reference.engine: {error}\n")
         return 2
     from kvx_reference.engine.server import Server, serve
@@ -59,8 +60,13 @@ def main(arguments: list[str] | None = None) -> int:
 def _connector(name: str | None) -> ConnectorFactory | None:
     if name is None:
         return None
+    from kvx_reference.engine.connector import ConnectorError
+
     module, _, factory = name.partition(":")
-    found: ConnectorFactory = getattr(importlib.import_module(module), factory)
+    try:
+        found: ConnectorFactory = getattr(importlib.import_module(module), factory)
+    except (ImportError, AttributeError) as error:
+        raise ConnectorError(f"connector {name}: {error}") from error
     return found
 
 

@@ -18,6 +18,10 @@ from kvx_reference.engine.config import ModelConfig
 from kvx_reference.engine.request import Request, Scheduled
 
 
+class ConnectorError(Exception):
+    """A connector cannot work as it is configured; the text says why."""
+
+
 @frozen(eq=False)
 class Parts:
     """What a connector gets of the engine it serves."""
@@ -85,4 +89,4 @@ class Connector(Protocol):
 
 
 ConnectorFactory = Callable[[Parts, Mapping[str, Any]], Connector]
-"""Called once with the engine's parts and the options of the command line."""
+"""Called once with the engine's parts and the options of the command line. Raises ConnectorError."""
