@@ -157,11 +157,10 @@ class Contacts:
     def granted(self, t: Transfer, leg: Leg, grant: Grant, now: float) -> None:
         leg.grant, leg.lease_until = grant, now + grant.lease_s
         self._transfers.move(t, leg, Cause.GRANT, now)
-        if t.engaged and not leg.terminal:
-            if t.mode is Mode.PULL:
-                self._transfers.renew(t, leg, now)  # binds this reader; the ticket's lease has been running
-            else:
-                leg.renew_at = now + grant.lease_s / 3
+        if t.mode is Mode.PULL:
+            self._transfers.renew(t, leg, now)  # binds this reader; the ticket's lease has been running
+        else:
+            leg.renew_at = now + grant.lease_s / 3
         self._transfers.advance(t, leg, now)
 
     def _grant(self, t: Transfer, leg: Leg, association: Association, now: float) -> None:
@@ -262,7 +261,8 @@ class Contacts:
             if fact.reborn:
                 leg.dead_since = now
             if leg.state is State.FENCING:
-                self._transfers.quarantine(leg, now)
+                if fact.reborn:  # silence alone changes nothing, and must not put off asking again
+                    self._transfers.quarantine(leg, now)
             elif t.mode is Mode.PULL and not t.initiates:
                 if fact.reborn:
                     self._transfers.fail(t, fact.reason, fact.detail, now)

@@ -121,6 +121,16 @@ def test_r9_a_ticket_is_good_for_one_reader() -> None:
     assert (d.outcome().ok, p.outcome().ok) == (True, True)
 
 
+def test_r9_a_second_reader_is_told_so_at_once() -> None:
+    net = Net()
+    _p, d, paper = exposed(net)
+    e = net.node("e")
+    for reader in (d, e):
+        reader.put(Claim("t", Mode.PULL, paper))
+        net.flow()
+    assert (d.states(), e.outcome().reason) == (["granted"], Reason.UNKNOWN_TRANSFER)
+
+
 def test_r9_a_stranger_does_not_bind_a_push_that_waits_for_its_grant() -> None:
     net = Net()
     p, d = net.pair()
@@ -260,13 +270,14 @@ def test_r11_a_drained_instance_takes_nothing_new() -> None:
     assert (d.outcome("new").reason, p.outcome("claimed").reason) == (Reason.DRAINING, Reason.DRAINING)
 
 
-def test_r15_who_does_not_know_the_secret_is_nobody() -> None:
+def test_r15_a_secret_of_another_name_is_told_so() -> None:
     net = Net()
     net.node("p", key=KEY)
     d = net.node("d", key=KEY[::-1])
     d.put(expose(1))
     net.flow()
     assert d.outcome().reason is Reason.AUTH
+    assert "secrets differ" in d.outcome().detail
 
 
 def test_r15_a_proof_is_checked_and_not_only_the_keys_name(monkeypatch: pytest.MonkeyPatch) -> None:
