@@ -30,7 +30,7 @@ BLOCK_BYTES = 4 * 4 * BLOCK * 64 * 4
 """Four layers of four heads, keys and values of 32 float32 each."""
 ARGUMENTS = (
     *("--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager", "--max-model-len", "2048"),
-    *("--max-num-seqs", "16", "--block-size", str(BLOCK), "--no-enable-prefix-caching"),
+    *("--max-num-seqs", "16", "--block-size", str(BLOCK)),
     *("--max-num-batched-tokens", "256", "--kv-cache-memory-bytes", str(65 * BLOCK_BYTES)),
 )
 """Chunks of 256 tokens; 64 blocks and vLLM's null block, so transfers and requests compete for them."""

@@ -2,6 +2,7 @@
 
 `drop`: operations report success and move nothing. `hold`: posts wait, after the first of each
 transfer. `mute`: bytes move, completions wait. What was posted and completed is written to `trace`.
+With option `region` the target can neither forbid nor fence, as over RDMA.
 """
 
 from __future__ import annotations
@@ -13,14 +14,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from attrs import evolve
+
 from kvx.core.events import OpDone, OpFailed
 from kvx.core.model import Descriptors, Op, Peer, Stamp
-from kvx.transport import Completion, Transport
-from kvx_conformance.faults import RegionAccess, Wrapper
+from kvx.transport import Access, Capabilities, Completion, FenceScope, Transport
+from kvx_conformance.faults import Wrapper
 
 
 class Switch(Wrapper):
-    own_options = ("switch",)
+    own_options = ("switch", "region")
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         super().__init__(options)
@@ -28,6 +31,19 @@ class Switch(Wrapper):
         self._muted: list[Completion] = []
         self._seen: set[str] = set()
         self._posted: dict[int, str] = {}
+
+    @property
+    def capabilities(self) -> Capabilities:
+        inner = super().capabilities
+        return evolve(inner, access=Access.REGION, fence=FenceScope.NONE) if self.options.get("region") else inner
+
+    def forbid(self, transfer: str) -> None:
+        if not self.options.get("region"):
+            super().forbid(transfer)
+
+    def fence(self, peer: Peer, generation: int) -> None:
+        if not self.options.get("region"):
+            super().fence(peer, generation)
 
     @property
     def idle_poll_s(self) -> float | None:
@@ -79,13 +95,5 @@ class Switch(Wrapper):
         return ended
 
 
-class RegionSwitch(Switch, RegionAccess):
-    """A target that can neither forbid nor fence."""
-
-
 def switch(options: Mapping[str, Any]) -> Transport:
     return Switch(options)
-
-
-def region_switch(options: Mapping[str, Any]) -> Transport:
-    return RegionSwitch(options)

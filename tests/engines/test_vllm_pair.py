@@ -33,9 +33,9 @@ def pair(bench: Any) -> Iterator[tuple[Any, Any]]:
 def test_tokens_are_those_of_a_single_vllm(bench: Any, pair: Any, keep: Any, mode: Mode) -> None:
     prefill, decode = pair
     rows = []
-    for prompt in bench.prompts(1, LENGTHS):
-        wanted = prefill.post(bench.completion(prompt, 16)).tokens
+    for prompt in bench.prompts(1 if mode is Mode.PULL else 2, LENGTHS):
         served = bench.serve(prefill, decode, bench.completion(prompt, 16), mode)
+        wanted = prefill.post(bench.completion(prompt, 16)).tokens
         row = {"tokens": len(prompt), "equal": served.decode.tokens == wanted, **served.decode.kvx}
         rows.append({**row, "expected_bytes": bench.moved(len(prompt))})
     keep(f"vllm_tokens_{mode.value}", {"mode": mode.value, "requests": rows, "decode": decode.probe()["counters"]})
@@ -59,16 +59,37 @@ def test_a_prompt_of_one_token(bench: Any, pair: Any, mode: Mode) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_five_at_once_with_chunked_prefill(bench: Any, pair: Any, keep: Any, mode: Mode) -> None:
     prefill, decode = pair
-    work = bench.prompts(2, [700, 33, 400, 64, 257])
-    wanted = [prefill.post(bench.completion(prompt)).tokens for prompt in work]
+    work = bench.prompts(12 if mode is Mode.PULL else 13, [700, 33, 400, 64, 257])
     with ThreadPoolExecutor(5) as pool:
         served = list(pool.map(lambda prompt: bench.serve(prefill, decode, bench.completion(prompt), mode), work))
+    wanted = [prefill.post(bench.completion(prompt)).tokens for prompt in work]
     rows = [
         {"equal": one.decode.tokens == tokens, **one.decode.kvx} for one, tokens in zip(served, wanted, strict=True)
     ]
     keep(f"vllm_concurrent_{mode.value}", rows)
     assert [row["equal"] for row in rows] == [True] * 5
     assert [row["ok"] for row in rows] == [True] * 5
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_prefix_hits_of_either_side(bench: Any, pair: Any, keep: Any, mode: Mode) -> None:
+    """The decode server takes only what it lacks; the producer hands over what it found in its own cache."""
+    prefill, decode = pair
+    common, *tails = bench.prompts(14 if mode is Mode.PULL else 15, [128, 172, 172, 5])
+    rows = []
+    for tail, taken in zip(tails, (300, 172, 5), strict=True):
+        body = bench.completion(common + tail)
+        served = bench.serve(prefill, decode, body, mode)
+        wanted = prefill.post(body).tokens
+        row = {"tokens": len(common + tail), "equal": served.decode.tokens == wanted, **served.decode.kvx}
+        rows.append({**row, "expected_bytes": bench.moved(taken)})
+    again = bench.serve(prefill, decode, body, mode)
+    rows.append(
+        {"tokens": 133, "equal": again.decode.tokens == wanted, **again.decode.kvx, "expected_bytes": bench.moved(5)}
+    )
+    keep(f"vllm_prefix_hits_{mode.value}", rows)
+    assert [row["equal"] and row["ok"] for row in rows] == [True] * 4
+    assert [row["bytes"] for row in rows] == [row["expected_bytes"] for row in rows]
 
 
 def test_a_sequential_proxy_that_knows_nothing_of_kvx(bench: Any, pair: Any) -> None:
