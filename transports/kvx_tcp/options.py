@@ -20,17 +20,19 @@ class Options:
     """Sizes in bytes, times in seconds.
 
     `listen_host` is where to listen; `advertise_host`, by default the same, is what peers dial: a
-    name is resolved here, once, and travels as a number. `port` 0 takes any free one. `peer` is
-    this rank's name, `secret` proves it. `streams` is the number of connections per peer, the
-    smaller of both sides' counts. `chunk_bytes` is what an operation moves before another one
-    that waits has its turn. `buffer_bytes` 0 leaves the socket buffers to the kernel. A handshake
-    may take `handshake_s`; a host that has not answered for `silence_s` is given up. `insecure`
-    allows addresses beyond loopback without a secret.
+    name is resolved here, once, and travels as a number. `port` 0 takes any free one; peers dial
+    `advertise_port` in its place where a port mapping stands before it. `peer` is this rank's name,
+    `secret` proves it. `streams` is the number of connections per peer, the smaller of both sides'
+    counts. `chunk_bytes` is what an operation moves before another one that waits has its turn.
+    `buffer_bytes` 0 leaves the socket buffers to the kernel. A handshake may take `handshake_s`; a
+    host that has not answered for `silence_s` is given up. `insecure` allows addresses beyond
+    loopback without a secret.
     """
 
     listen_host: str = "127.0.0.1"
     advertise_host: str = ""
     port: int = field(default=0, validator=[ge(0), le(65535)])
+    advertise_port: int = field(default=0, validator=[ge(0), le(65535)])
     secret: bytes = field(default=b"", repr=False)
     peer: str = ""
     streams: int = field(default=2, validator=[ge(1), le(64)])

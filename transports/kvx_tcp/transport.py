@@ -112,7 +112,7 @@ class TcpTransport:
     def metadata(self) -> bytes:
         if self._listener is None:
             raise TransportError("metadata exists once memory is registered")
-        port = self._listener.getsockname()[1]
+        port = self.options.advertise_port or self._listener.getsockname()[1]
         return msgspec.msgpack.encode(
             Metadata(VERSION, self._advertised, port, self.options.streams, self._incarnation)
         )
