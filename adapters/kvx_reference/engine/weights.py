@@ -128,7 +128,7 @@ def load_tensors(folder: Path) -> dict[str, Floats]:
     for path in files:
         try:
             tensors |= _read_file(path)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise ModelError(f"{path}: {error}") from error
     return tensors
 
@@ -140,6 +140,8 @@ def _read_file(path: Path) -> dict[str, Floats]:
     if len(content) < 8 or length > min(_MAX_HEADER, len(content) - 8):
         raise ValueError(f"a header of {length} bytes in a file of {len(content)}")
     header = json.loads(content[8 : 8 + length].tobytes())
+    if not isinstance(header, dict):
+        raise ValueError("the header is no object")
     data = content[8 + length :]
     return {name: _tensor(name, entry, data) for name, entry in header.items() if name != "__metadata__"}
 
