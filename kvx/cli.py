@@ -12,10 +12,13 @@ from typing import Any, cast
 
 from attrs import asdict
 
-from kvx import __version__, doctor, plugins, report
+from kvx import __version__, demo, doctor, plugins, report, up
+from kvx.address import format_address
 from kvx.config import Options
 from kvx.core import wire
 from kvx.core.errors import ConfigError, KvxError, PluginError, RemoteProtocolError
+from kvx.core.model import Mode
+from kvx.dialect import CompletionsDialect
 from kvx.operator import ask
 
 COMMANDS = "kvx.commands"
@@ -34,6 +37,7 @@ examples:
   kvx doctor
   kvx status 127.0.0.1:5700
   kvx release "$TICKET"
+  kvx router --prefill http://127.0.0.1:8100 --decode http://127.0.0.1:8200 --mode push
   kvx bench transport --bytes 67108864 --pieces 64 --json bench.json
 
 exit status: 0 good, 1 what was checked or asked for failed, 2 usage or configuration
@@ -96,6 +100,48 @@ def _parser(further: Sequence[str]) -> argparse.ArgumentParser:
             "--timeout-s", type=_seconds, default=10.0, metavar="S", help="longest wait, seconds (default 10)"
         )
 
+    shown = _add(commands, "demo", _demo, "real servers on this machine: are the tokens those of a single instance?")
+    shown.add_argument("--engine", default="reference", metavar="E", help="whose servers (default reference)")
+    shown.add_argument("--mode", choices=("push", "pull", "both"), default="both", help="default both")
+    shown.add_argument("--requests", type=_count, default=20, metavar="N", help="for each mode (default 20)")
+
+    kept = _add(commands, "up", _up, "a local cluster with a router, kept until Ctrl-C", json=False)
+    kept.add_argument("--engine", default="reference", metavar="E", help="whose servers (default reference)")
+    kept.add_argument("--prefill", type=_count, default=1, metavar="N", help="prefill servers (default 1)")
+    kept.add_argument("--decode", type=_count, default=1, metavar="N", help="decode servers (default 1)")
+    kept.add_argument("--mode", choices=("push", "pull", "auto"), default="auto", help="default auto")
+    kept.add_argument(
+        "--model", default="", metavar="PATH", help="as the engine takes it (default: a small random one)"
+    )
+    kept.add_argument("--port", type=_port, metavar="P", help="the router's (default: any free one)")
+    kept.add_argument("arguments", nargs="*", metavar="-- ARGUMENT", help="more arguments for each engine server")
+
+    router = _add(commands, "router", _router, "one HTTP address in front of prefill and decode instances", json=False)
+    router.add_argument(
+        "--prefill",
+        action="append",
+        default=[],
+        metavar="URL[=HOST:PORT]",
+        help="a prefill instance, as often as there are any; its control address is asked for where it is not given",
+    )
+    router.add_argument(
+        "--decode", action="append", default=[], metavar="URL", help="a decode instance, as often as there are any"
+    )
+    router.add_argument("--mode", choices=("push", "pull", "auto"), default="auto", help="default auto")
+    router.add_argument("--engine", metavar="E", help="whose HTTP dialect (default: OpenAI's as vLLM extends it)")
+    router.add_argument("--host", default="127.0.0.1", help="where to listen (default 127.0.0.1)")
+    router.add_argument("--port", type=_port, default=8000, help="default 8000")
+    router.add_argument("--api-key-file", metavar="FILE", help="ask clients for this key, and show it to the instances")
+    router.add_argument("--insecure", action="store_true", help="listen beyond loopback without a key")
+    for option, default, text in (
+        ("--connect-s", 5.0, "to connect to an instance"),
+        ("--prefill-s", 600.0, "for the whole prefill leg"),
+        ("--idle-s", 600.0, "for the next piece of a decode instance's answer; one that is not streamed is one piece"),
+    ):
+        router.add_argument(
+            option, type=_seconds, default=default, metavar="S", help=f"limit {text} (default {default:g})"
+        )
+
     bench = commands.add_parser("bench", help="measure a part of kvx on this machine")
     benches = bench.add_subparsers(title="benches", metavar="BENCH", required=True)
     moving = _add(benches, "transport", _bench_transport, "verified copies between two processes, beside baselines")
@@ -118,6 +164,13 @@ def _count(text: str) -> int:
     return number
 
 
+def _port(text: str) -> int:
+    number = int(text)
+    if not 0 < number < 65536:
+        raise argparse.ArgumentTypeError(f"{text} is not a port")
+    return number
+
+
 def _seconds(text: str) -> float:
     number = float(text)
     if not 0 < number <= 3600:
@@ -125,9 +178,10 @@ def _seconds(text: str) -> float:
     return number
 
 
-def _add(commands: Any, name: str, run: Command, text: str) -> argparse.ArgumentParser:
+def _add(commands: Any, name: str, run: Command, text: str, *, json: bool = True) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
-    report.add_json_argument(parser)
+    if json:
+        report.add_json_argument(parser)
     parser.set_defaults(run=run)
     return parser
 
@@ -171,6 +225,62 @@ def _operate(arguments: argparse.Namespace) -> int:
     text = json.dumps(body, indent=2) if body else answer.detail or reason or "done"
     _emit(arguments, arguments.verb, {"outcome": outcome}, [text])
     return 0 if answer.ok else 1
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    modes = list(Mode) if arguments.mode == "both" else [Mode(arguments.mode)]
+    results = demo.run(arguments.engine, modes, arguments.requests, _say)
+    fields = {"engine": arguments.engine, "modes": [result.fields() for result in results]}
+    _emit(arguments, "demo", fields, ["", *demo.table(results), "", demo.verdict(results)])
+    return 0 if all(result.good for result in results) else 1
+
+
+def _up(arguments: argparse.Namespace) -> int:
+    up.run(
+        arguments.engine,
+        prefill=arguments.prefill,
+        decode=arguments.decode,
+        mode=_mode(arguments.mode),
+        model=arguments.model,
+        port=arguments.port,
+        arguments=arguments.arguments,
+        say=_say,
+    )
+    return 0
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _mode(text: str) -> Mode | None:
+    return None if text == "auto" else Mode(text)
+
+
+def _router(arguments: argparse.Namespace) -> int:
+    try:
+        from kvx.router import app, settings, upstream
+    except ImportError as error:
+        raise PluginError(f"kvx router needs aiohttp ({error}): pip install 'kvx[router]'") from error
+    found = plugins.load()
+    mode = _mode(arguments.mode)
+    key = settings.check_exposure(arguments.host, arguments.api_key_file, insecure=arguments.insecure)
+    prefill, decode = settings.instances(arguments.prefill, arguments.decode, mode)
+    ready = settings.Settings(
+        prefill=prefill,
+        decode=decode,
+        mode=mode,
+        dialect=found.driver(arguments.engine).dialect if arguments.engine else CompletionsDialect(),
+        wish=found.choose_mode,
+        options=Options.load(),
+        limits=upstream.Limits(connect_s=arguments.connect_s, prefill_s=arguments.prefill_s, idle_s=arguments.idle_s),
+        host=arguments.host,
+        port=arguments.port,
+        api_key=key,
+    )
+    _say(f"kvx router: http://{format_address(arguments.host, arguments.port)}")
+    app.serve(ready)
+    return 0
 
 
 def _ticket_address(text: str) -> str:

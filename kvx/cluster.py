@@ -18,7 +18,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
@@ -188,8 +188,13 @@ class Cluster:
         self.children.append(child)
         return child
 
-    def wait_ready(self, *children: Child, timeout_s: float = READY_S) -> None:
-        """Wait until these children (default: all) answer their probe; a death of any child ends the wait."""
+    def wait_ready(
+        self, *children: Child, timeout_s: float = READY_S, progress: Callable[[list[str], float], None] | None = None
+    ) -> None:
+        """Wait until these children (default: all) answer their probe; a death of any child ends the wait.
+
+        `progress` hears, some times a second, who is still waited for and since how many seconds.
+        """
         started = time.monotonic()
         waiting = [child for child in children or self.children if child.ready_s is None]
         while waiting:
@@ -197,6 +202,8 @@ class Cluster:
             for child in [child for child in waiting if child.is_ready()]:
                 child.ready_s = time.monotonic() - started
                 waiting.remove(child)
+            if progress is not None:
+                progress([child.name for child in waiting], time.monotonic() - started)
             if waiting and time.monotonic() - started > timeout_s:
                 names = ", ".join(child.name for child in waiting)
                 raise ClusterError(f"not ready after {timeout_s:g} s: {names}; {_story(waiting[0])}")

@@ -1,0 +1,95 @@
+"""How a router is set up, checked before it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from attrs import frozen
+
+from kvx.address import is_loopback, parse_address
+from kvx.config import Options
+from kvx.core.errors import ConfigError
+from kvx.core.model import Mode
+from kvx.driver import Dialect
+from kvx.router.policy import Wish
+from kvx.router.pool import Instance
+from kvx.router.upstream import Limits
+
+MIN_KEY = 16
+"""Characters of an API key."""
+
+
+@frozen(kw_only=True)
+class Settings:
+    """`mode` None: it may differ between requests. `api_key` is asked of clients and shown to instances."""
+
+    prefill: Sequence[Instance]
+    decode: Sequence[Instance]
+    mode: Mode | None
+    dialect: Dialect
+    wish: Wish
+    options: Options
+    limits: Limits
+    host: str
+    port: int
+    api_key: str = ""
+
+
+def instances(
+    prefill: Sequence[str], decode: Sequence[str], mode: Mode | None
+) -> tuple[list[Instance], list[Instance]]:
+    """Both pools from `URL[=HOST:PORT]` and `URL`. Raises ConfigError.
+
+    A prefill instance without a control address is asked for it, unless all requests are pulled.
+    """
+    pools = [Instance(*_split(text)) for text in prefill], [Instance(_url(text)) for text in decode]
+    for name, pool in zip(("prefill", "decode"), pools, strict=True):
+        if not pool:
+            raise ConfigError(f"the router needs at least one --{name} URL")
+        if len({instance.url for instance in pool}) < len(pool):
+            raise ConfigError(f"two --{name} instances have the same URL")
+    for instance in pools[0]:
+        instance.probing = instance.address is None and mode is not Mode.PULL
+    return pools
+
+
+def check_exposure(host: str, api_key_file: str | None, *, insecure: bool) -> str:
+    """The API key. Raises ConfigError where the router would be open to others than this machine."""
+    key = _read_key(api_key_file) if api_key_file else ""
+    if not is_loopback(host) and not key and not insecure:
+        raise ConfigError(
+            f"--host {host} is beyond loopback: anyone who reaches it could use the engines; "
+            "give --api-key-file FILE, or --insecure in a closed network"
+        )
+    return key
+
+
+def _read_key(path: str) -> str:
+    try:
+        key = Path(path).read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--api-key-file {path} cannot be read: {error}") from error
+    if len(key) < MIN_KEY or not key.isprintable() or " " in key:
+        raise ConfigError(f"--api-key-file {path} has to hold one word of at least {MIN_KEY} characters")
+    return key
+
+
+def _split(text: str) -> tuple[str, str | None]:
+    url, separator, address = text.partition("=")
+    if separator:
+        parse_address(address)
+    return _url(url), address if separator else None
+
+
+def _url(text: str) -> str:
+    try:
+        parts = urlsplit(text)
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        good = good and not parts.query and not parts.fragment and parts.username is None
+    except ValueError:
+        good = False
+    if not good:
+        raise ConfigError(f"{text!r} is not a URL such as http://127.0.0.1:8100")
+    return text.rstrip("/")
