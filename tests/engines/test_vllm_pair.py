@@ -139,30 +139,27 @@ def test_a_request_that_an_idle_decode_server_refuses_frees_the_producer(pair: A
     assert prefill.blocks() == {"total": 64, "free": 64, "held": 0}
 
 
-@pytest.mark.parametrize(
-    ("params", "reason"),
-    [
-        ({"do_remote_prefill": True, "kvx": {"ticket": "kvx1.AAAA"}}, "auth"),
-        ({"do_remote_prefill": True, "kvx": ["?"]}, "other"),
-        ({"do_remote_prefill": True, "remote_engine_id": "x", "remote_port": 7}, "unknown_transfer"),
-        (
-            {"do_remote_prefill": True, "kvx": {"mode": "push", "transfer": "t", "from": "192.0.2.1:5700"}},
-            "auth",
-        ),
-        ({"do_remote_prefill": True, "kvx": {"mode": "push", "transfer": "t0", "from": "127.0.0.1:1"}}, "peer_lost"),
-    ],
-)
-def test_bad_parameters_fail_one_request_with_a_reason(
-    bench: Any, pair: Any, params: dict[str, Any], reason: str
-) -> None:
+BAD = [
+    ({"do_remote_prefill": True, "kvx": {"ticket": "kvx1.AAAA"}}, "auth"),
+    ({"do_remote_prefill": True, "kvx": ["?"]}, "other"),
+    ({"do_remote_prefill": True, "remote_engine_id": "x", "remote_port": 7}, "unknown_transfer"),
+    ({"do_remote_prefill": True, "kvx": {"mode": "push", "transfer": "t", "from": "192.0.2.1:5700"}}, "auth"),
+    ({"do_remote_prefill": True, "kvx": {"mode": "push", "transfer": "t0", "from": "127.0.0.1:1"}}, "peer_lost"),
+]
+
+
+def test_bad_parameters_fail_one_request_with_a_reason(bench: Any, pair: Any, keep: Any) -> None:
     prefill, decode = pair
-    (prompt,) = bench.prompts(5, [40])
-    answer = decode.post({**bench.completion(prompt), "kv_transfer_params": params})
-    assert answer.status == 200
-    assert answer.tokens == prefill.post(bench.completion(prompt)).tokens
-    assert answer.kvx["ok"] is False
-    assert answer.kvx["reason"] == reason
-    assert answer.kvx["computed_tokens"] == 40
+    rows = []
+    for (params, reason), prompt in zip(BAD, bench.prompts(5, [40] * len(BAD)), strict=True):
+        answer = decode.post({**bench.completion(prompt), "kv_transfer_params": params})
+        equal = answer.tokens == prefill.post(bench.completion(prompt)).tokens
+        rows.append({"status": answer.status, "equal": equal, "expected": reason, **answer.kvx})
+    keep("vllm_bad_parameters", rows)
+    assert [(row["status"], row["equal"], row["ok"], row["computed_tokens"]) for row in rows] == [
+        (200, True, False, 40)
+    ] * len(BAD)
+    assert [row["reason"] for row in rows] == [row["expected"] for row in rows]
 
 
 def test_a_ticket_is_good_for_one_read(pair: Any, bench: Any) -> None:
