@@ -167,6 +167,17 @@ class Engine:
             return Finish.STOP
         return Finish.LENGTH if len(request.output) >= request.sampling.max_tokens else None
 
+    def snapshot(self) -> dict[str, Any]:
+        """Figures for a person or a test; they may be asked for from another thread."""
+        scheduler, pool = self.scheduler, self.pool
+        return {
+            "waiting": len(scheduler.waiting),
+            "loading": len(scheduler.loading),
+            "running": len(scheduler.running),
+            "blocks": {"total": pool.total, "free": pool.free},
+            "counters": {**self.counters, "preemptions": scheduler.preemptions},
+        }
+
     def close(self) -> None:
         if self._connector is not None:
             self._connector.close()

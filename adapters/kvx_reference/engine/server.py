@@ -1,4 +1,4 @@
-"""The HTTP face of an engine: `/v1/completions`, `/v1/models`, `/health`."""
+"""The HTTP face of an engine: `/v1/completions`, `/v1/models`, `/health`, and `/stats` for a look inside."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ class Server:
     def app(self) -> web.Application:
         app = web.Application(client_max_size=_MAX_BODY)
         app.router.add_get("/health", self._health)
+        app.router.add_get("/stats", self._stats)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/completions", self._completions)
         app.on_startup.append(self._start)
@@ -48,6 +49,9 @@ class Server:
     async def _health(self, request: web.Request) -> web.Response:
         failure = self._worker.failure
         return web.Response() if failure is None else _error(503, failure)
+
+    async def _stats(self, request: web.Request) -> web.Response:
+        return web.json_response(self._worker.engine.snapshot())
 
     async def _models(self, request: web.Request) -> web.Response:
         model: dict[str, Any] = {"id": self._name, "object": "model", "owned_by": "kvx_reference"}

@@ -58,10 +58,11 @@ class Worker:
 
     def submit(self, request: Request, stream: TextStream, deliver: Deliver) -> None:
         """Raises RequestError for a request that can never be served, EngineDead where none can."""
-        if self.failure is not None:
-            raise EngineDead(self.failure)
         self.engine.check(request)
-        self._put(lambda: self._add(request, _Client(stream, deliver)))
+        with self._awake:
+            if self.failure is not None:
+                raise EngineDead(self.failure)
+            self._put(lambda: self._add(request, _Client(stream, deliver)))
 
     def abort(self, request_id: str) -> None:
         """The client has left. Nothing happens where the request has ended."""
@@ -79,8 +80,8 @@ class Worker:
                     self._hand_out(output)
         except Exception as error:  # whatever it was: clients must hear of it, and no one may wait for ever
             logger.exception("the engine has failed")
-            self.failure = f"the engine has failed: {error!r}"
-            with self._awake:
+            with self._awake:  # from here on `submit` refuses
+                self.failure = f"the engine has failed: {error!r}"
                 for call in self._inbox:
                     call()
             for client in self._clients.values():
