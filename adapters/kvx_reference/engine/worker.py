@@ -10,7 +10,7 @@ from collections.abc import Callable
 from attrs import define, field
 
 from kvx_reference.engine.completions import Piece, TextStream
-from kvx_reference.engine.engine import Engine, RequestError
+from kvx_reference.engine.engine import Engine
 from kvx_reference.engine.request import Finish, Output, Request
 
 logger = logging.getLogger("kvx_reference")
@@ -105,14 +105,13 @@ class Worker:
         return not self._stop
 
     def _add(self, request: Request, client: _Client) -> None:
-        self._clients[request.id] = client
-        if self.failure is not None:
+        if request.id in self._clients:
+            client.deliver(Piece(finish=Finish.ERROR, error=f"there is a request {request.id} already"))
             return
-        try:
+        # Before the engine has it: should the engine fail now, this client hears of it too.
+        self._clients[request.id] = client
+        if self.failure is None:
             self.engine.add(request)
-        except RequestError as error:
-            del self._clients[request.id]
-            client.deliver(Piece(finish=Finish.ERROR, error=str(error)))
 
     def _end(self, request_id: str, finish: Finish) -> None:
         if self.failure is None:
