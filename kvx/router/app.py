@@ -7,7 +7,8 @@ import hmac
 import json
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from aiohttp import web
@@ -168,8 +169,9 @@ class Router:
             while True:
                 choice = self._choose(body, state)
                 try:
-                    async with exchange.answered(choice) as reply:
-                        return await self._pass_on(request, reply)
+                    with self._counted(choice):
+                        async with exchange.answered(choice) as reply:
+                            return await self._pass_on(request, reply)
                 except Unreachable as error:
                     self.counters["retries"] += 1
                     state = evolve(state, tried=state.tried | {error.instance})
@@ -188,6 +190,21 @@ class Router:
             settings.mode,
         )
         return choose(pools, _info(body), state, settings.wish)
+
+    @contextmanager
+    def _counted(self, choice: Choice) -> Generator[None, None, None]:
+        """One open request more at both instances."""
+        settings = self.settings
+        pools = ((settings.prefill, choice.prefill), (settings.decode, choice.decode))
+        chosen = [instance for pool, candidate in pools for instance in pool if instance.url == candidate.url]
+        for instance in chosen:
+            instance.requests += 1
+            instance.open += 1
+        try:
+            yield
+        finally:
+            for instance in chosen:
+                instance.open -= 1
 
     async def _pass_on(self, request: web.Request, reply: Reply) -> web.StreamResponse:
         """Each piece goes out before the next one is waited for."""

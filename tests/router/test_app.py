@@ -146,6 +146,7 @@ def test_a_client_that_leaves_ends_both_legs_of_a_push(world: Any, fake: Any) ->
             request = asyncio.create_task(w.complete())
             await w.prefill[0].asked.wait()
             await w.decode[0].asked.wait()
+            assert [one["open"] for one in (await w.status())["decode"]] == [1]
             request.cancel()
             async with asyncio.timeout(20):
                 await w.prefill[0].left.wait()
@@ -380,6 +381,10 @@ def test_round_robin_over_all(world: Any, fake: Any) -> None:
             names = [(await w.complete())[1]["choices"][0]["text"] for _ in range(6)]
             assert names == ["d0", "d1", "d2", "d0", "d1", "d2"]
             assert [len(one.bodies) for one in w.prefill] == [3, 3]
+            told = await w.status()
+            assert [one["requests"] for one in told["prefill"]] == [3, 3]
+            assert [(one["requests"], one["open"]) for one in told["decode"]] == [(2, 0)] * 3
+            assert told["counters"] == {"requests": 6, "ok": 6}
 
     asyncio.run(scenario())
 
