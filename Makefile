@@ -9,6 +9,8 @@ KVX_VENVS ?= .venvs
 PY := .venv/bin/python
 VLLM := $(KVX_VENVS)/vllm/bin/python
 RUN := .run
+# Tests and servers share the cores: numpy's own threads would fight for them.
+export OPENBLAS_NUM_THREADS := 1
 PYTEST := -m pytest -q --junitxml
 
 .PHONY: help env env-vllm lock test test-deep test-engines check format bench docs demo clean

@@ -19,6 +19,20 @@ from kvx_reference.engine.tokenizer import Tokenizer
 
 _MAX_TOP_LOGPROBS = 20
 _MAX_STOPS = 4
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "top_k": (-1, 0),
+    "min_p": (0,),
+    "min_tokens": (0,),
+}
+"""Keys that would change the tokens and are not supported: the values that change nothing."""
 
 
 @frozen
@@ -39,10 +53,8 @@ def parse(body: object, tokenizer: Tokenizer) -> Wanted:
     """Raises RequestError for what cannot be served, with the key it stands under."""
     if not isinstance(body, Mapping):
         raise RequestError("the body is no JSON object")
-    if body.get("n") not in (None, 1) or body.get("best_of") not in (None, 1):
-        raise RequestError("n and best_of have to be 1")
-    for key in ("echo", "suffix"):
-        if body.get(key):
+    for key, neutral in _NEUTRAL.items():
+        if body.get(key) is not None and body[key] not in neutral:
             raise RequestError(f"{key} is not supported")
     options = body.get("stream_options") or {}
     params = body.get("kv_transfer_params")

@@ -110,9 +110,14 @@ class Engine:
         return bool(self.scheduler.running or self.scheduler.waiting)
 
     @property
+    def is_loading(self) -> bool:
+        """Whether requests wait for a connector's news."""
+        return bool(self.scheduler.loading)
+
+    @property
     def is_waiting(self) -> bool:
         """Whether steps are needed although there is nothing to compute: the connector has news to come."""
-        return bool(self.scheduler.loading) or (self._connector is not None and self._connector.busy)
+        return self.is_loading or (self._connector is not None and self._connector.busy)
 
     def step(self) -> list[Output]:
         """Take what loads have brought, compute the next tokens, and tell what came of it."""

@@ -15,8 +15,9 @@ from kvx_reference.engine.request import Finish, Output, Request
 
 logger = logging.getLogger("kvx_reference")
 
-_POLL_S = 0.001
-"""How often a connector is asked for news while there is nothing to compute."""
+_LOADING_POLL_S = 0.001
+_IDLE_POLL_S = 0.02
+"""How often a connector is asked for news while there is nothing to compute: a request waits for them, or none does."""
 _JOIN_S = 10.0
 
 Deliver = Callable[[Piece], None]
@@ -95,7 +96,7 @@ class Worker:
         with self._awake:
             while not (self._stop or self._inbox or self.engine.has_work):
                 if self.engine.is_waiting:
-                    self._awake.wait(_POLL_S)
+                    self._awake.wait(_LOADING_POLL_S if self.engine.is_loading else _IDLE_POLL_S)
                     break
                 self._awake.wait()
             calls = list(self._inbox)

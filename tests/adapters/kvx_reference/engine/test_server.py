@@ -91,7 +91,8 @@ def test_a_text_and_its_tokens_are_the_same_prompt(client: Client) -> None:
     assert choice["logprobs"] is None
     assert by_text["usage"] == {"prompt_tokens": 3, "completion_tokens": 6, "total_tokens": 9}
     assert "kv_transfer_params" not in by_text
-    assert client.tokens(prompt=["w5 w6 w7"], max_tokens=6) == choice["token_ids"]
+    neutral = {"n": 1, "echo": False, "top_k": -1, "presence_penalty": 0.0, "logit_bias": None}
+    assert client.tokens(prompt=["w5 w6 w7"], max_tokens=6, **neutral) == choice["token_ids"]
 
 
 def test_a_stream_brings_the_same_piece_by_piece(client: Client) -> None:
@@ -155,7 +156,9 @@ def test_logprobs_and_seeds(client: Client) -> None:
         ({"prompt": [1, True]}, "one list of token ids"),
         ({"prompt": [5, 4000]}, r"0..2047"),
         ({"prompt": [2**80]}, r"0..2047"),
-        ({"prompt": "w5", "n": 2}, "n and best_of"),
+        ({"prompt": "w5", "n": 2}, "n is not supported"),
+        ({"prompt": "w5", "top_k": 5}, "top_k is not supported"),
+        ({"prompt": "w5", "logit_bias": {"5": 1}}, "logit_bias"),
         ({"prompt": "w5", "max_tokens": 0}, "max_tokens"),
         ({"prompt": "w5", "max_tokens": "many"}, "max_tokens"),
         ({"prompt": "w5", "max_tokens": 1100}, "room for 1024"),
