@@ -85,16 +85,19 @@ class Connection:
         try:
             while budget > 0 and self.open and len(self._queue) < MAX_QUEUED:
                 if self.incoming is not None:
-                    views = self.incoming.views()
-                    if self.incoming.last:  # the next header may come with it
+                    views, room = self.incoming.views(), self.incoming.viewed
+                    if room == self.incoming.remaining:  # the next header may come with it
                         views = [*views, self._want]
                     count = self.sock.recvmsg_into(views)[0]
                 else:
+                    room = len(self._want)
                     count = self.sock.recv_into(self._want)
                 if not count:
                     raise ConnectionResetError("closed by the peer")
                 budget -= count
                 self._taken(count)
+                if count < room:  # the socket is dry; epoll tells when it is not
+                    return
         except BlockingIOError:
             return
 
@@ -138,12 +141,15 @@ class Connection:
             while budget > 0 and self.open and (self.pending or self.role.refill(self)):
                 if not self._head and self.outgoing is None:
                     self._load()
-                views = [self._head] if self._head else []
+                views, room = ([self._head] if self._head else []), len(self._head)
                 if self.outgoing is not None:
                     views += self.outgoing.views()
+                    room += self.outgoing.viewed
                 sent = self.sock.sendmsg(views, (), socket.MSG_NOSIGNAL)
                 budget -= sent
                 self._sent(sent)
+                if sent < room:  # the socket is full
+                    return
             self.hungry = self.pending or budget <= 0
         except BlockingIOError:
             return

@@ -24,7 +24,7 @@ from kvx.core.model import Descriptors, Op, Reason, Stamp
 
 MAGIC = 0x564B
 VERSION = 1
-MAX_CHUNK = 16 << 20
+MAX_CHUNK = 32 << 20
 MAX_PIECES = 1 << 20
 MAX_PIECE_BYTES = 1 << 40
 _HEADER = struct.Struct("<HBBHHQQQ")

@@ -22,7 +22,7 @@ from kvx_tcp.span import Cursor, Span
 
 MAX_IN_FLIGHT = 64
 """Operations that are open at one peer at a time; further ones wait in order."""
-ALONE = 4
+ALONE = 8
 """Chunks that an operation moves in one turn while no other one waits for its own."""
 READ_AHEAD = 2 * ALONE
 """Chunks that may be on their way to this side on one connection."""

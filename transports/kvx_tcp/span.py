@@ -50,7 +50,8 @@ class Cursor:
         self._position = start
         self._filler = filler
         self._views: list[memoryview] = []
-        self._viewed = 0
+        self.viewed = 0
+        """Bytes in the present `views()`."""
 
     @classmethod
     def void(cls, length: int, filler: memoryview) -> Cursor:
@@ -62,28 +63,23 @@ class Cursor:
         self.span = None
         self._filler = filler
         self._views = []
-        self._viewed = 0
+        self.viewed = 0
 
     def views(self) -> list[memoryview]:
         """What one system call can move of it; never empty while something remains."""
-        if not self._viewed:
+        if not self.viewed:
             if self.span is not None:
                 self._views = self.span.views(self._position, self.remaining)
             elif self._filler is not None:
                 self._views = [self._filler[: self.remaining]]
-            self._viewed = sum(map(len, self._views))
+            self.viewed = sum(map(len, self._views))
         return self._views
-
-    @property
-    def last(self) -> bool:
-        """Does `views()` reach to the end?"""
-        return self._viewed == self.remaining
 
     def advance(self, count: int) -> None:
         """`count` bytes of `views()` have been moved."""
         self.remaining -= count
         self._position += count
-        self._viewed -= count
+        self.viewed -= count
         views, used = self._views, 0
         while used < len(views) and count >= len(views[used]):
             count -= len(views[used])

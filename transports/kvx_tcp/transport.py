@@ -32,6 +32,8 @@ from kvx_tcp.timer import Timer
 
 _SLICE_S = 0.004
 """About how long one poll may work."""
+_EVENTS = 4
+"""Events that are handled without a look at the clock."""
 _TURN_BYTES = 2 << 20
 """What one connection may receive, and send, before another one has its turn."""
 _MAX_STRANGERS = 64
@@ -159,9 +161,13 @@ class TcpTransport:
         self._polling = True
         try:
             deadline = time.monotonic() + _SLICE_S
-            # One event at a time: epoll puts it at the end of its list, so that all have their turn.
-            while time.monotonic() < deadline and (events := self._epoll.poll(0, 1)):
-                self._handle(*events[0])
+            # Few events at a time: epoll puts them at the end of its list, so that all have their turn.
+            while time.monotonic() < deadline:
+                events = self._epoll.poll(0, _EVENTS)
+                for fd, event in events:
+                    self._handle(fd, event)
+                if len(events) < _EVENTS:
+                    break
         finally:
             self._polling = False
         completions, self._completions = self._completions, []

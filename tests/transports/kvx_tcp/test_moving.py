@@ -118,7 +118,7 @@ def test_a_small_operation_does_not_wait_for_a_large_one(pair, pump, op):
 
 @pytest.mark.parametrize("op", list(Op))
 def test_chunks_wait_for_the_acceptance_that_is_not_on_their_own_connection(pair, pump, op):
-    a, b = pair(32 * MIB, warm=True, streams=3)
+    a, b = pair(32 * MIB, warm=True, streams=3, chunk_bytes=256 << 10)
     b.transport.permit("t", a.peer, op, whole(32 * MIB), STAMP)
     a.post(1, b, op, whole(32 * MIB), whole(32 * MIB), STAMP)
     a.poll_until_stalled()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvx.core.errors import TransportError
@@ -32,6 +32,7 @@ def as_bytes(table):
     return {(region, at) for region, offset, length in table for at in range(offset, offset + length)}
 
 
+@settings(deadline=None)
 @given(st.lists(st.lists(pieces(), max_size=6), max_size=3), st.lists(pieces(), max_size=6))
 def test_covered_exactly_where_every_byte_is_permitted(granted, asked):
     permits = Permits()
@@ -86,6 +87,7 @@ def test_a_fence_refuses_older_generations_of_one_peer_and_never_sinks():
     assert permits.check("p", Op.READ, Stamp("t", 1, 6), span) is Status.OK
 
 
+@settings(deadline=None)
 @given(st.lists(pieces(least=1), min_size=1, max_size=8), st.data())
 def test_a_cursor_walks_exactly_its_bytes(table, data):
     for at, buffer in enumerate(BUFFERS):
@@ -104,6 +106,7 @@ def test_a_cursor_walks_exactly_its_bytes(table, data):
     assert seen == flat[start : start + length]
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 9), st.integers(0, 3), st.integers(0, 9)), max_size=12))
 def test_joined_pieces_mean_the_same_bytes(table):
     local = Descriptors.of([(region, offset, length) for region, offset, length, _ in table])

@@ -10,7 +10,7 @@ import socket
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvx.core.errors import ConfigError, RemoteProtocolError, TransportError
@@ -227,7 +227,7 @@ def test_what_was_asked_for_and_is_forbidden_before_it_is_sent(make, pump, stran
     assert Frame.decode(one.answer(pump, HEADER_BYTES)) == question._replace(kind=Kind.DATA)
     received = 0
     while received < 16 * MIB:
-        data = one.answer(pump, min(65536, 16 * MIB - received))
+        data = one.answer(pump, min(16384, 16 * MIB - received))
         assert 9 not in data, "memory was read after it was forbidden"
         received += len(data)
     refused = question._replace(kind=Kind.ACK, status=Status.FORBIDDEN)
@@ -402,6 +402,7 @@ def test_options_that_cannot_be_used(options):
         TcpTransport(options)
 
 
+@settings(deadline=None)
 @given(st.binary(min_size=HEADER_BYTES, max_size=HEADER_BYTES))
 def test_any_header(data):
     try:
@@ -411,6 +412,7 @@ def test_any_header(data):
     assert Frame.decode(frame.encode()) == frame
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_any_structure(data):
     for decode in (decode_open, Hello.decode):
@@ -423,6 +425,7 @@ def test_any_structure(data):
 pieces = st.tuples(st.integers(0, 2**40), st.integers(0, 2**40), st.integers(1, 2**40))
 
 
+@settings(deadline=None)
 @given(st.text(max_size=128), st.integers(0, 2**63 - 1), st.sampled_from(Op), st.lists(pieces, max_size=20))
 def test_open_comes_back_as_it_was(transfer, number, op, table):
     stamp = Stamp(transfer, number, number // 2)
