@@ -56,8 +56,8 @@ bench: env ## transport and planner; raw samples in .run
 docs: env ## renew the generated parts of docs/
 	$(PY) .ci/docs
 
-demo: ## not there yet
-	@echo "make demo: this version has no demo yet; docs/quickstart.md starts a vLLM pair by hand" >&2; exit 2
+demo: env ## prefill here, decode there, on this machine's CPUs: are the tokens the same?
+	.venv/bin/kvx demo --engine reference --mode both
 
 clean: ## remove results and caches, keep the environments
 	rm -rf $(RUN) dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
