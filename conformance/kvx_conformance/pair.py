@@ -158,10 +158,12 @@ class Node:
         """The newest open link."""
         return max(self.links)
 
-    def hear(self, sender: Node, message: Message, *, from_epoch: int = 0, to_epoch: int = 0) -> list[Action]:
-        """Receive a message on the newest link as if `sender` had said it, with other epochs where given."""
+    def hear(
+        self, sender: Node, message: Message, *, from_epoch: int = 0, to_epoch: int = 0, link: int = 0
+    ) -> list[Action]:
+        """Receive a message on a link (default: the newest) as if `sender` had said it, with these epochs if given."""
         epochs = from_epoch or sender.info.epoch, to_epoch or self.info.epoch
-        return self.put(Received(self.link, Envelope(wire.VERSION, *epochs, message)))
+        return self.put(Received(link or self.link, Envelope(wire.VERSION, *epochs, message)))
 
     def cut(self) -> None:
         """Every connection of this rank breaks; both ends hear of it."""

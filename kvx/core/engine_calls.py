@@ -55,14 +55,15 @@ class EngineCalls:
                 self._abort(event, now)
 
     def _expose(self, event: Expose, now: float) -> None:
+        known = self._transfers.open.get(event.transfer)
+        if known is not None and known.own is not None:
+            raise LocalProtocolError(f"transfer {event.transfer} was exposed twice")
+        if event.mode is Mode.PUSH and event.address is None and (known is None or known.address is None):
+            raise LocalProtocolError(f"push transfer {event.transfer} was exposed without the producer's address")
         t = self._engage(event.transfer, event.mode, Side.TARGET, now)
         if t is None:
             self._late(event.transfer, event.mode, last=True)
             return
-        if t.own is not None:
-            raise LocalProtocolError(f"transfer {t.id} was exposed twice")
-        if event.mode is Mode.PUSH and event.address is None and t.address is None:
-            raise LocalProtocolError(f"push transfer {t.id} was exposed without the producer's address")
         t.own = Part(None, event.first, event.blocks)
         t.tokens, t.lease_s, t.handed, t.finished = event.tokens, event.lease_s, True, True
         t.address = event.address or t.address

@@ -81,7 +81,9 @@ def test_the_command_writes_its_report(tmp_path: Path, capsys: pytest.CaptureFix
     assert "4 worlds" in capsys.readouterr().err
 
 
-def test_the_command_says_which_seed_failed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_says_which_seed_failed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(Fabric, "_copy", lambda *_: None)
     assert sim(["--seeds", "6", "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
