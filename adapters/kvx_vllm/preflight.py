@@ -22,18 +22,18 @@ FLAG = "--kv-transfer-config"
 
 def settings_on(command_line: Sequence[str], connector: str) -> Mapping[str, Any] | None:
     """kvx's settings on vLLM's command line; None where it names another connector, or none."""
+    text = ""
     for index, word in enumerate(command_line):
         flag, equals, _ = word.replace("_", "-", 3).partition("=") if word.startswith("--") else ("", "", "")
-        if flag != FLAG:
-            continue
-        text = word.partition("=")[2] if equals else "".join(command_line[index + 1 : index + 2])
-        try:
-            config = json.loads(text)
-        except ValueError:
-            return None  # vLLM says it better
-        if isinstance(config, dict) and config.get("kv_connector") == connector:
-            settings = config.get("kv_connector_extra_config") or {}
-            return settings if isinstance(settings, dict) else None
+        if flag == FLAG:  # the last one counts
+            text = word.partition("=")[2] if equals else "".join(command_line[index + 1 : index + 2])
+    try:
+        config = json.loads(text)
+    except ValueError:
+        return None  # there is none, or vLLM says it better
+    if isinstance(config, dict) and config.get("kv_connector") == connector:
+        settings = config.get("kv_connector_extra_config") or {}
+        return settings if isinstance(settings, dict) else None
     return None
 
 

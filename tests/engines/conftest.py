@@ -179,7 +179,8 @@ class Bench:
         control = f"127.0.0.1:{control_port}"
         events = self.cluster.logs / f"{name}.events.jsonl"
         given = {**SHORT, "listen": control, "event_log": str(events), **options}
-        server = Server(self.model, http_port, options=given, arguments=(*ARGUMENTS, *arguments))
+        own = tuple(word.replace("{control}", str(control_port)) for word in arguments)
+        server = Server(self.model, http_port, options=given, arguments=(*ARGUMENTS, *own))
         self.instances[name] = instance = Instance(self._launch(name, server, env or {}), server, control, events)
         return instance
 

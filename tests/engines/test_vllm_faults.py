@@ -60,7 +60,7 @@ def trio(bench: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trio]
         )
 
     made = Trio(start("prefill"), start("decode"), start("exposed", region=True), folder)
-    bench.cluster.wait_ready()
+    bench.cluster.wait_ready(timeout_s=480)
     yield made
     for instance in (made.prefill, made.decode, made.exposed):
         assert bench.until(lambda instance=instance: not instance.status()["open"], 60), instance.status()

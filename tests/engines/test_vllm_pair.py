@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import secrets
 import threading
@@ -23,7 +24,16 @@ MODES = [Mode.PULL, Mode.PUSH]
 @pytest.fixture(scope="module")
 def pair(bench: Any) -> Iterator[tuple[Any, Any]]:
     prefill, decode = bench.start("prefill"), bench.start("decode")
-    bench.cluster.wait_ready()
+    # A second decode server that fails requests where the first one recomputes them, loaded by its module's path.
+    config = {
+        "kv_connector": "KvxConnector",
+        "kv_connector_module_path": "kvx_vllm.connector",
+        "kv_role": "kv_consumer",
+        "kv_load_failure_policy": "fail",
+        "kv_connector_extra_config": {"listen": "127.0.0.1:{control}"},
+    }
+    bench.start("strict", "--kv-transfer-config", json.dumps(config))
+    bench.cluster.wait_ready(timeout_s=480)
     yield prefill, decode
     settled = bench.until(lambda: not prefill.status()["open"] and not decode.status()["open"], 60)
     assert settled, (prefill.status(), decode.status())
@@ -160,6 +170,38 @@ def test_bad_parameters_fail_one_request_with_a_reason(bench: Any, pair: Any, ke
         (200, True, False, 40)
     ] * len(BAD)
     assert [row["reason"] for row in rows] == [row["expected"] for row in rows]
+
+
+def test_policy_fail_fails_the_one_request(bench: Any, pair: Any) -> None:
+    prefill, strict = pair[0], bench.instances["strict"]
+    prompt, other = bench.prompts(16, [100, 70])
+    body = bench.completion(prompt)
+    served = bench.serve(prefill, strict, body, Mode.PULL).decode
+    assert served.kvx["ok"] is True
+    assert served.tokens == prefill.post(body).tokens
+    for params, _ in BAD:
+        assert strict.post({**bench.completion(other), "kv_transfer_params": params}).status == 500
+    assert bench.serve(prefill, strict, bench.completion(other), Mode.PUSH).decode.kvx["ok"] is True
+    assert bench.until(lambda: strict.blocks() == {"total": 64, "free": 64, "held": 0}, 10)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_prefill_that_is_abandoned_leaves_nothing_behind(bench: Any, pair: Any, mode: Mode) -> None:
+    prefill, decode = pair
+    (prompt,) = bench.prompts(17 if mode is Mode.PULL else 18, [1900])
+    body, transfer = bench.completion(prompt), secrets.token_hex(8)
+    with ThreadPoolExecutor(1) as pool:
+        if mode is Mode.PUSH:
+            leg = bench.dialect.decode_leg(body, mode, transfer, prefill_address=prefill.control)
+            waiting = pool.submit(decode.post, leg)
+        prefill.abandon(bench.dialect.prefill_leg(body, mode, transfer), 0.2)
+        if mode is Mode.PUSH:
+            answer = waiting.result(120)
+            assert answer.kvx["reason"] == "aborted"
+            assert answer.tokens == prefill.post(body).tokens
+    assert bench.until(lambda: not prefill.status()["open"] and not decode.status()["open"], 20)
+    assert bench.until(lambda: prefill.blocks() == {"total": 64, "free": 64, "held": 0}, 10)
+    assert bench.until(lambda: decode.blocks() == {"total": 64, "free": 64, "held": 0}, 10)
 
 
 def test_a_ticket_is_good_for_one_read(pair: Any, bench: Any) -> None:

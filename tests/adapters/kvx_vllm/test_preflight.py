@@ -18,6 +18,7 @@ CONFIG = json.dumps({"kv_connector": "KvxConnector", "kv_connector_extra_config"
         ["--kv-transfer-config", CONFIG],
         [f"--kv-transfer-config={CONFIG}"],
         ["--kv_transfer_config", CONFIG],
+        ["--kv-transfer-config", "{}", "--kv-transfer-config", CONFIG],
         ["serve", "--port", "1", f"--kv_transfer_config={CONFIG}", "--x"],
     ],
 )
