@@ -89,6 +89,8 @@ class Contacts:
         info = association.info
         key = (info.peer, info.epoch, t.role)
         if key not in self._plans:
+            for old in [plan for plan in self._plans if plan[0] == info.peer and plan[1] != info.epoch]:
+                del self._plans[old]  # of an earlier start of this peer
             self._plans[key] = plan_leg(*self._in_order(t.role, info.layout))
         leg.plan, leg.layout = self._plans[key], info.layout
         leg.capabilities, leg.heard = self._capabilities(info), self._legs_at(t, association)

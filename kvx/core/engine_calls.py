@@ -184,6 +184,11 @@ class EngineCalls:
                 )
                 return None
             t = self._transfers.create(transfer, mode, side, now)
+        if (t.mode, t.side) != (mode, side) and not t.engaged:
+            # A peer's grant has taken this id for something else: the engine is owed an Outcome all the same.
+            self._transfers.fail(t, Reason.UNKNOWN_TRANSFER, "a peer means another transfer by this id", now)
+            self._transfers.settle(t, now)
+            return None
         if (t.mode, t.side) != (mode, side):
             raise LocalProtocolError(f"transfer {transfer} is a {t.mode.value} on the {t.side.value}'s side here")
         if not t.engaged:

@@ -26,6 +26,8 @@ from kvx.core.model import InstanceInfo, Reason
 
 PARKED = 64
 """Messages kept per connection that arrive before its handshake has ended."""
+PARKED_BYTES = 64 << 10
+"""What they may take together on the wire: whoever sends them has not proven anything yet."""
 
 
 @define
@@ -40,6 +42,7 @@ class Link:
     peer_epoch: int = 0
     info: InstanceInfo | None = None
     parked: list[Envelope] = field(factory=list)
+    parked_bytes: int = 0
 
     @property
     def dialler(self) -> bool:
@@ -78,6 +81,9 @@ class Handshakes:
         """Keep a message that came before the handshake's end; False when there are too many."""
         link = self.links[number]
         if envelope.to_epoch != self.info.epoch or len(link.parked) >= PARKED:
+            return False
+        link.parked_bytes += len(wire.encode(envelope))
+        if link.parked_bytes > PARKED_BYTES:
             return False
         link.parked.append(envelope)
         return True

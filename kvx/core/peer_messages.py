@@ -191,12 +191,8 @@ class PeerMessages:
         peer, t = association.peer, self._transfers.open.get(message.transfer)
         if t is None:
             stone = self._transfers.tombstones.get(message.transfer)
-            if stone is None:
-                # The abort has overtaken its grant, or this side's engine: it is remembered.
-                detail = message.detail or f"revoked by {peer}"
-                self._transfers.tombstones.bury(
-                    Tombstone(message.transfer, None, message.reason, detail, frozenset(), False, False), now
-                )
+            if stone is None:  # the abort has overtaken its grant, or this side's engine
+                self._remember(message, message.detail or f"revoked by {peer}", now)
             self._peers.send(peer, Stopped(message.transfer, message.reason))
             return
         if not t.initiates:
@@ -219,8 +215,7 @@ class PeerMessages:
         detail = message.detail or f"stopped by {association.peer}"
         if t is None:
             if self._transfers.tombstones.get(message.transfer) is None:
-                stone = Tombstone(message.transfer, None, message.reason, detail, frozenset(), False, False)
-                self._transfers.tombstones.bury(stone, now)
+                self._remember(message, detail, now)
             return
         if t.initiates:
             return
@@ -228,6 +223,12 @@ class PeerMessages:
         if leg is not None and not leg.terminal:
             self._transfers.fail(t, message.reason, detail, now, leg, Cause.STOPPED)
         self._transfers.settle(t, now)
+
+    def _remember(self, message: Revoke | Stopped, detail: str, now: float) -> None:
+        """The end of a transfer never heard of; a full memory needs no more of them, since it takes no grants."""
+        if not self._transfers.tombstones.full(now):
+            stone = Tombstone(message.transfer, None, message.reason, detail, frozenset(), False, False)
+            self._transfers.tombstones.bury(stone, now)
 
     def _keep(self, peer: Peer, transfer: str, message: Message, until: float) -> None:
         """A message for a transfer never heard of waits: the engine's call may be one step behind."""
