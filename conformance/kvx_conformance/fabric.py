@@ -1,19 +1,16 @@
-"""The simulated machine room: a clock, processes, control connections and a transport.
+"""Simulated processes and the control connections between them.
 
-Everything that happens is an entry (time, sequence, action) of one heap, and all chance comes
-from one `random.Random`, so a seed replays exactly. A process runs the real `Endpoint` and
-does with its actions what `kvx.runtime` does; its clock is off by up to a million seconds.
+A process runs the real `Endpoint` and does with its actions what `kvx.runtime` does; its clock
+is off by up to a million seconds. A connection keeps its order, whatever else befalls it.
 """
 
 from __future__ import annotations
 
-import heapq
-import random
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from attrs import define, evolve, field, frozen
+from attrs import define, field
 
 from kvx.core import wire
 from kvx.core.endpoint import Endpoint
@@ -31,8 +28,6 @@ from kvx.core.events import (
     Forbid,
     Forbidden,
     Introduce,
-    OpDone,
-    OpFailed,
     PeerLost,
     PeerUp,
     Permit,
@@ -41,56 +36,14 @@ from kvx.core.events import (
     Report,
     Send,
 )
-from kvx.core.legs import Limits
 from kvx.core.messages import Envelope
-from kvx.core.model import Access, Capabilities, FenceScope, InstanceInfo, News, Op, Peer
-from kvx_conformance.toy import Cache, Pool, covered
+from kvx.core.model import Access, FenceScope, InstanceInfo, News, Peer
+from kvx_conformance.oneside import OneSided, Operation
+from kvx_conformance.room import Room
+from kvx_conformance.toy import Cache, Pool
 
 HELD_REPLAYS = 6
 """Envelopes of a dead epoch kept per pair of addresses, to be said again to its successor."""
-
-
-@frozen
-class Climate:
-    """What may go wrong in one world, as chances; what the transport can do; the bounds of waits."""
-
-    capabilities: Capabilities
-    limits: Limits
-    integrity: bool
-    latency_s: float = 0.005
-    op_s: float = 0.05
-    op_fails: float = 0.0
-    op_hangs: float = 0.0
-    op_hangs_forever: float = 0.0
-    corrupts: float = 0.0
-
-
-@define
-class Clock:
-    """The world's time and what is to happen in it."""
-
-    rng: random.Random
-    now: float = 0.0
-    steps: int = 0
-    _heap: list[tuple[float, int, Callable[[], None]]] = field(factory=list)
-    _sequence: int = 0
-
-    def at(self, moment: float, act: Callable[[], None]) -> None:
-        self._sequence += 1
-        heapq.heappush(self._heap, (max(moment, self.now), self._sequence, act))
-
-    def after(self, seconds: float, act: Callable[[], None]) -> None:
-        self.at(self.now + seconds, act)
-
-    def step(self, until: float) -> bool:
-        """Let the next thing happen; False if there is none before `until`."""
-        if not self._heap or self._heap[0][0] > until:
-            self.now = max(self.now, until)
-            return False
-        self.now, _, act = heapq.heappop(self._heap)
-        self.steps += 1
-        act()
-        return True
 
 
 @define(eq=False)
@@ -113,21 +66,6 @@ class Wire:
 
     def other(self, end: End) -> End:
         return self.ends[1] if end is self.ends[0] else self.ends[0]
-
-
-@define(eq=False)
-class Operation:
-    """One one-sided operation under way. Its bytes land in several groups, at any time."""
-
-    op_id: int
-    op: Op
-    transfer: str
-    initiator: Process
-    target: Process
-    post: Post
-    pieces: list[tuple[int, int, int]]  # local offset, remote offset, length
-    ended: bool = False
-    hung: bool = False
 
 
 @define(eq=False)
@@ -251,9 +189,9 @@ class Process:
             case Fence(peer=peer, generation=generation):
                 self._fence(peer, generation)
             case Post():
-                self.fabric.post(self, action)
+                self.fabric.transport.post(self, action)
             case Cancel(op_id=op_id):
-                self.fabric.cancel(self, op_id)
+                self.fabric.transport.cancel(self, op_id)
             case Digest(transfer=transfer, peer=peer):
                 digested = Digested(transfer, peer, self.cache.digest(action))
                 if self.fabric.rng.random() < 0.5:
@@ -276,40 +214,22 @@ class Process:
 
 
 @define(eq=False)
-class Fabric:
+class Fabric(Room):
     """All processes and what connects them."""
 
-    rng: random.Random
-    climate: Climate
-    trace: Callable[[str], None] | None = None
-    clock: Clock = field(init=False)
-    violations: list[str] = field(factory=list)
+    transport: OneSided = field(init=False)
     listeners: dict[str, Process] = field(factory=dict)
     processes: list[Process] = field(factory=list)
-    cuts: dict[frozenset[str], tuple[float, bool]] = field(factory=dict)  # instances -> (until, refuses)
     wires: list[Wire] = field(factory=list)
     said: dict[tuple[str, str], deque[Envelope]] = field(factory=dict)
 
     def __attrs_post_init__(self) -> None:
-        self.clock = Clock(self.rng)
-
-    def violation(self, text: str) -> None:
-        self.violations.append(f"{self.clock.now:.3f}: {text}")
-        self.say(f"VIOLATION {text}")
-
-    def say(self, text: str) -> None:
-        if self.trace:
-            self.trace(f"{self.clock.now:10.4f} {text}")
+        super().__attrs_post_init__()
+        self.transport = OneSided(self)
 
     def note(self, process: Process, arrow: str, what: object) -> None:
         if self.trace:
             self.say(f"{process.name} {arrow} {what!r}")
-
-    def soon(self, act: Callable[[], None]) -> None:
-        self.clock.after(self.rng.expovariate(1 / 0.002), act)
-
-    def delay(self) -> float:
-        return self.rng.expovariate(1 / self.climate.latency_s)
 
     def process(self, info: InstanceInfo) -> Process:
         """The process that this description is of, dead or alive."""
@@ -324,7 +244,7 @@ class Fabric:
             if not process.alive:
                 return
             target = self.listeners.get(address)
-            cut = self._cut(process, target) if target else None
+            cut = self.cut_until(process, target) if target else None
             if target is None or target.vanished or cut is not None:
                 patience = self.rng.uniform(0.1, self.climate.limits.handshake_s)
                 self.clock.after(patience, lambda: process.feed(PeerLost(number, address, False, "no answer")))
@@ -413,10 +333,6 @@ class Fabric:
 
     # ------------------------------------------------------------------- faults
 
-    def _cut(self, one: Process, two: Process) -> float | None:
-        until, _ = self.cuts.get(frozenset((one.info.instance, two.info.instance)), (0.0, False))
-        return until if self.clock.now < until else None
-
     def between(self, one: str, two: str) -> list[Wire]:
         names = {one, two}
         return [w for w in self.wires if not w.dead and {end.process.info.instance for end in w.ends} == names]
@@ -442,159 +358,3 @@ class Fabric:
                 moment = max(end.last + 1e-6, self.clock.now + self.delay())
                 self.clock.at(moment, lambda other=other: self._lose(other, "reset by peer"))  # type: ignore[misc]
         process.ends.clear()
-
-    # ---------------------------------------------------------------- transport
-
-    def post(self, process: Process, action: Post) -> None:
-        local, remote = action.local.pieces(), action.remote.pieces()
-        pieces = [(a[1], b[1], a[2]) for a, b in zip(local, remote, strict=True)]
-        if any(a[2] != b[2] for a, b in zip(local, remote, strict=True)):
-            self.violation(f"{process.name} posted pieces of unequal lengths for {action.stamp.transfer}")
-        target = process.peers.get(action.peer)
-        if target is None:
-            self.violation(f"{process.name} posted to {action.peer}, which was never introduced")
-            return
-        op = Operation(action.op_id, action.op, action.stamp.transfer, process, target, action, pieces)
-        process.ops[op.op_id] = op
-        self.rng.shuffle(pieces)
-        groups = self.rng.choice((1, 1, 2, 3))
-        share = -(-len(pieces) // groups)
-        moments = sorted(self.rng.expovariate(1 / self.climate.op_s) for _ in range(groups))
-        fate = self.rng.random()
-        climate = self.climate
-        breaks_at = self.rng.randrange(groups + 1)
-        for number, moment in enumerate(moments):
-            batch = pieces[number * share : (number + 1) * share]
-            if fate < climate.op_fails and number >= breaks_at:
-                self.clock.after(moment, lambda: self._end(op, "the network failed"))
-                return
-            if climate.op_fails <= fate < climate.op_fails + climate.op_hangs and number >= breaks_at:
-                self._hang(op, pieces[number * share :], moment)
-                return
-            if 1 - climate.op_hangs_forever < fate and number >= breaks_at:
-                op.hung = True
-                return
-            self.clock.after(moment, lambda batch=batch: self._land(op, batch))  # type: ignore[misc]
-        self.clock.after(moments[-1] + self.delay(), lambda: self._finish(op))
-
-    def _hang(self, op: Operation, rest: list[tuple[int, int, int]], moment: float) -> None:
-        op.hung = True
-        late = moment + self.rng.uniform(0.5, 4.0) * self.climate.limits.op_timeout_s
-        self.clock.after(late, lambda: self._land(op, rest))
-        self.clock.after(late + 0.01, lambda: self._finish(op))
-
-    def cancel(self, process: Process, op_id: int) -> None:
-        op = process.ops.get(op_id)
-        if op is not None and self.rng.random() < 0.9:
-            self.soon(lambda: self._end(op, "cancelled"))
-
-    def _finish(self, op: Operation) -> None:
-        if op.ended:
-            return
-        until = self._cut(op.initiator, op.target)
-        if until is not None:
-            self.clock.at(until + self.delay(), lambda: self._finish(op))
-            return
-        if op.pieces:
-            self.clock.after(0.01, lambda: self._finish(op))
-            return
-        op.ended = True
-        op.initiator.ops.pop(op.op_id, None)
-        op.initiator.feed(OpDone(op.op_id, op.post.local.nbytes))
-
-    def _end(self, op: Operation, detail: str) -> None:
-        """R14: from here on no byte lands."""
-        if op.ended:
-            return
-        op.ended = True
-        op.initiator.ops.pop(op.op_id, None)
-        self.soon(lambda: op.initiator.feed(OpFailed(op.op_id, detail=detail)))
-
-    def _land(self, op: Operation, batch: list[tuple[int, int, int]]) -> None:
-        """Some bytes arrive, unless something on the way forbids it."""
-        if op.ended:
-            return
-        source, target = op.initiator, op.target
-        until = self._cut(source, target)
-        if until is not None:
-            if self.rng.random() < 0.3:
-                self._end(op, "the network was cut")
-            else:
-                self.clock.at(until + self.delay(), lambda: self._land(op, batch))
-            return
-        if not target.alive:
-            self._end(op, "the target is gone")
-            return
-        if not source.alive and (op.op is Op.READ or not self._echoes(source)):
-            op.ended = True
-            return
-        refusal = self._refused(op, batch)
-        if refusal:
-            self._end(op, refusal)
-            return
-        self._copy(op, batch)
-        for piece in batch:
-            op.pieces.remove(piece)
-
-    def _echoes(self, dead: Process) -> bool:
-        """A dead writer's bytes still come out of its network card for a while; R1 waits for that long."""
-        assert dead.died_at is not None
-        return self.clock.now < dead.died_at + 0.8 * self.climate.limits.quarantine_s
-
-    def _refused(self, op: Operation, batch: list[tuple[int, int, int]]) -> str | None:
-        stamp, target, peer = op.post.stamp, op.target, op.initiator.info.peer
-        capabilities = self.climate.capabilities
-        if capabilities.fence is FenceScope.PEER and stamp.generation < target.fences.get(peer, 0):
-            return "an older generation"
-        if stamp.epoch != target.info.epoch:
-            return "another epoch"
-        if capabilities.access is Access.REGION:
-            return None
-        for permit in target.permits.get(stamp.transfer, ()):
-            fits = permit.peer in (None, peer) and permit.op is op.op and permit.stamp == stamp
-            if fits and all(covered((0, there, size), permit.ranges) for _, there, size in batch):
-                return None
-        return "not permitted"
-
-    def _copy(self, op: Operation, batch: list[tuple[int, int, int]]) -> None:
-        writes = op.op is Op.WRITE
-        owner = op.target if writes else op.initiator
-        blocks = owner.cache.blocks_of((there if writes else here, size) for here, there, size in batch)
-        strangers = {owner.pool.owner.get(block, "nobody") for block in blocks} - {op.transfer}
-        if strangers:
-            kind = "WRITE" if writes else "READ"
-            self.violation(f"a {kind} of {op.transfer} landed in blocks of {owner.name} that {sorted(strangers)} own")
-        for here, there, size in batch:
-            mine = op.initiator.cache.memory[here : here + size]
-            theirs = op.target.cache.memory[there : there + size]
-            if writes:
-                theirs[:] = mine
-            else:
-                mine[:] = theirs
-        if batch and self.rng.random() < self.climate.corrupts:
-            here, there, _ = batch[0]
-            memory, at = (op.target.cache.memory, there) if writes else (op.initiator.cache.memory, here)
-            memory[at] ^= 0x40
-
-
-def capabilities_of(rng: random.Random) -> Capabilities:
-    """A transport of some kind."""
-    return Capabilities(
-        ops=frozenset(Op),
-        access=rng.choice((Access.GRANT, Access.REGION)),
-        fence=rng.choice((FenceScope.NONE, FenceScope.PEER)),
-        cancel=rng.random() < 0.5,
-        max_descriptors=rng.choice((1 << 20, 1 << 20, 4)),
-    )
-
-
-def stretched(limits: Limits, rng: random.Random) -> Limits:
-    """The same proportions with some play, within what the configuration accepts."""
-    lease = limits.lease_s * rng.uniform(0.8, 1.6)
-    return evolve(
-        limits,
-        lease_s=lease,
-        patience_s=limits.patience_s * rng.uniform(0.6, 1.5),
-        op_timeout_s=limits.op_timeout_s * rng.uniform(0.6, 1.5),
-        transfer_max_s=limits.transfer_max_s * rng.uniform(0.7, 1.3),
-    )

@@ -18,7 +18,8 @@ from kvx.core.endpoint import Endpoint
 from kvx.core.events import Drain
 from kvx.core.legs import Limits
 from kvx.core.model import FenceScope, Grant, InstanceInfo, Layout, Mode, News, Peer, Reason, Role, Ticket
-from kvx_conformance.fabric import Climate, Fabric, Process, capabilities_of, stretched
+from kvx_conformance.climate import Climate, capabilities_of, stretched
+from kvx_conformance.fabric import Fabric, Process
 from kvx_conformance.toy import Cache, Model, Pool
 from kvx_conformance.toy_engine import Engine, Job, Steps, Work, counts, first_blocks
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from kvx_conformance.commands import sim
-from kvx_conformance.fabric import Fabric, Operation, Process
+from kvx_conformance.fabric import Process
+from kvx_conformance.oneside import OneSided, Operation
 from kvx_conformance.sim import run_world
 
 CHUNK = 15
@@ -37,12 +38,12 @@ def test_a_seed_replays_exactly(seed: int) -> None:
 
 
 def test_bytes_that_do_not_arrive_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    copy = Fabric._copy
+    copy = OneSided._copy
 
-    def lossy(self: Fabric, op: Operation, batch: list[tuple[int, int, int]]) -> None:
+    def lossy(self: OneSided, op: Operation, batch: list[tuple[int, int, int]]) -> None:
         copy(self, op, batch[1:])
 
-    monkeypatch.setattr(Fabric, "_copy", lossy)
+    monkeypatch.setattr(OneSided, "_copy", lossy)
     texts = [text for seed in range(12) for text in run_world(seed).violations]
     assert any("is ok at" in text and "but wrong" in text for text in texts)
 
@@ -50,7 +51,7 @@ def test_bytes_that_do_not_arrive_are_seen(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_byte_that_comes_after_its_blocks_were_freed_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """R14 broken on purpose: a transport that calls an operation over before its bytes have landed."""
 
-    def early(self: Fabric, op: Operation) -> None:
+    def early(self: OneSided, op: Operation) -> None:
         if not op.initiator.alive or op.op_id not in op.initiator.ops:
             return
         op.initiator.ops.pop(op.op_id)
@@ -58,16 +59,16 @@ def test_a_byte_that_comes_after_its_blocks_were_freed_is_seen(monkeypatch: pyte
 
     from kvx.core.events import OpDone as Done
 
-    post = Fabric.post
+    post = OneSided.post
 
-    def impatient(self: Fabric, process: Process, action: object) -> None:
+    def impatient(self: OneSided, process: Process, action: object) -> None:
         before = set(process.ops)
         post(self, process, action)  # type: ignore[arg-type]
         for op_id in set(process.ops) - before:
             op = process.ops[op_id]
-            self.soon(lambda op=op: early(self, op))  # type: ignore[misc]
+            self.fabric.soon(lambda op=op: early(self, op))  # type: ignore[misc]
 
-    monkeypatch.setattr(Fabric, "post", impatient)
+    monkeypatch.setattr(OneSided, "post", impatient)
     texts = [text for seed in range(40) for text in run_world(seed).violations]
     assert any("landed in blocks" in text or "while nobody owned them" in text for text in texts)
 
@@ -84,7 +85,7 @@ def test_the_command_writes_its_report(tmp_path: Path, capsys: pytest.CaptureFix
 def test_the_command_says_which_seed_failed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(Fabric, "_copy", lambda *_: None)
+    monkeypatch.setattr(OneSided, "_copy", lambda *_: None)
     assert sim(["--seeds", "6", "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
     assert {found["seed"] for found in report["violations"]} <= set(range(6))
