@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Callable, Sequence
 from typing import Any
 
 from attrs import define, field, frozen
@@ -105,22 +104,21 @@ class Job:
 
 
 class Actor:
-    """See the module. `put` hands events to kvx; what kvx says comes in through `hear`."""
+    """See the module. `call` makes the events for kvx; what kvx says comes in through `hear`."""
 
-    def __init__(self, shape: Shape, rank: int, seed: int, put: Callable[[Sequence[EngineEvent]], None]) -> None:
+    def __init__(self, shape: Shape, rank: int, seed: int) -> None:
         self.layout = shape.layout(rank)
         self.cache = Cache(self.layout)
         self.pool = Pool.of((self.cache,))
         self.jobs: dict[str, Job] = {}
         self.offered: set[str] = set()
-        self._put = put
         self._rng = random.Random(seed)  # noqa: S311 - block ids, not keys
         self._rng.shuffle(self.pool.free)
 
     # ------------------------------------------------------------------ what it says
 
-    def call(self, call: Call, *, address: str | None, ticket: Ticket | None, lease_s: float) -> None:
-        """Say it to kvx; a producer fills its blocks first. `address` and `ticket` are for consumers alone."""
+    def call(self, call: Call, *, address: str | None, ticket: Ticket | None, lease_s: float) -> EngineEvent:
+        """What kvx is to be told; a producer's blocks are filled. `address` and `ticket` are for consumers alone."""
         transfer, mode = call.transfer, call.mode
         match call.do:
             case "expose":
@@ -143,8 +141,8 @@ class Actor:
                 event = Drain(lease_s)
             case _:
                 raise ValueError(f"an engine does not say {call.do!r}")
-        self._put([event])
         self._tidy(transfer)
+        return event
 
     def _job(self, call: Call) -> Job:
         """The record of this transfer; its first call takes the blocks of all its parts."""

@@ -7,16 +7,16 @@ and to pieces of operations.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from attrs import define, evolve, field
+from attrs import define, field
 
 from kvx.core import wire
 from kvx.core.endpoint import Endpoint
 from kvx.core.errors import RemoteProtocolError
-from kvx.core.events import EngineEvent, OpDone, OpFailed, Post
+from kvx.core.events import OpDone, OpFailed, Post
 from kvx.core.legs import Limits
 from kvx.core.model import (
     Access,
@@ -32,7 +32,9 @@ from kvx.core.model import (
     Ticket,
 )
 from kvx_conformance.actor import JUNK, Actor, Call, Shape, holds, seed_of
-from kvx_conformance.fabric import Climate, End, Fabric, Operation, Process, Wire
+from kvx_conformance.climate import Climate
+from kvx_conformance.fabric import End, Fabric, Process, Wire
+from kvx_conformance.oneside import OneSided, Operation, Pieces
 from kvx_conformance.scenarios import (
     DELAY_S,
     LIMIT_S,
@@ -55,7 +57,7 @@ class Moving:
     """A posted operation, moved piece by piece in order."""
 
     op: Operation
-    left: list[tuple[int, int, int]]
+    left: Pieces
     cancelled: bool = False
 
 
@@ -68,7 +70,10 @@ class Stage(Fabric):
     held: set[Plane] = field(factory=set)
     lanes: set[int] = field(factory=set)
     waiting: list[Callable[[], None]] = field(factory=list)
-    moving: dict[tuple[int, int], Moving] = field(factory=dict)
+
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
+        self.transport = Scripted(self)
 
     # ------------------------------------------------------------------- control
 
@@ -95,10 +100,10 @@ class Stage(Fabric):
                 self.lanes.add(id(link))
                 self.waiting.append(partial(self._arrive, link, sender, data))
             case _:
-                self._hold(Plane.CONTROL, struck.act)
+                self.hold(Plane.CONTROL, struck.act)
                 self.waiting.append(partial(self._arrive, link, sender, data))
 
-    def _hold(self, plane: Plane, act: Act) -> None:
+    def hold(self, plane: Plane, act: Act) -> None:
         self.held.add(plane)
         if act is Act.DELAY:
             self.clock.after(DELAY_S, self.heal)
@@ -110,7 +115,13 @@ class Stage(Fabric):
         for act in waiting:
             act()
 
-    # ---------------------------------------------------------------------- data
+
+@define(eq=False)
+class Scripted(OneSided):
+    """Operations that land in order, and break where the stage says so."""
+
+    fabric: Stage
+    moving: dict[tuple[int, int], Moving] = field(factory=dict)
 
     def post(self, process: Process, action: Post) -> None:
         pairs = zip(action.local.pieces(), action.remote.pieces(), strict=True)
@@ -123,7 +134,7 @@ class Stage(Fabric):
         op = Operation(action.op_id, action.op, action.stamp.transfer, process, target, action, pieces)
         process.ops[op.op_id] = op
         moving = self.moving[(id(process), op.op_id)] = Moving(op, list(pieces))
-        self.clock.after(_STEP_S, lambda: self._move(moving))
+        self.fabric.clock.after(_STEP_S, lambda: self._move(moving))
 
     def cancel(self, process: Process, op_id: int) -> None:
         moving = self.moving.get((id(process), op_id))
@@ -137,10 +148,10 @@ class Stage(Fabric):
         op, again = moving.op, partial(self._move, moving)
         if op.ended or not op.initiator.alive:
             return
-        if Plane.DATA in self.held:
-            self.waiting.append(again)
-        elif max(op.initiator.stalled_until, op.target.stalled_until) > self.clock.now:
-            self.clock.after(0.05, again)
+        if Plane.DATA in self.fabric.held:
+            self.fabric.waiting.append(again)
+        elif max(op.initiator.stalled_until, op.target.stalled_until) > self.fabric.clock.now:
+            self.fabric.clock.after(0.05, again)
         elif not op.target.alive:
             self._fail(op, Reason.TRANSPORT, "the target is gone")
         elif refusal := self._refused(op, moving.left[:1]):
@@ -151,7 +162,7 @@ class Stage(Fabric):
             if moving.cancelled:
                 self._fail(op, Reason.ABORTED, "cancelled")
             elif moving.left:
-                self.clock.after(_STEP_S, again)
+                self.fabric.clock.after(_STEP_S, again)
             elif not self._acknowledged(moving):
                 self._land_all(op)
 
@@ -159,7 +170,7 @@ class Stage(Fabric):
         """Whether a Break of the payload's sender takes this step."""
         op = moving.op
         source = (op.initiator if op.op is Op.WRITE else op.target).info.instance
-        sent = self.passed[source] = self.passed.get(source, 0) + moving.left[0][2]
+        sent = self.fabric.passed[source] = self.fabric.passed.get(source, 0) + moving.left[0][2]
         return self._data_break(moving, source, sent)
 
     def _acknowledged(self, moving: Moving) -> bool:
@@ -169,11 +180,11 @@ class Stage(Fabric):
         return self._data_break(moving, sink, 1 << 40)
 
     def _data_break(self, moving: Moving, sender: str, passed: int) -> bool:
-        ripe = (b for b in self.armed if b.plane is Plane.DATA and b.sender == sender)
+        ripe = (b for b in self.fabric.armed if b.plane is Plane.DATA and b.sender == sender)
         struck = next((b for b in ripe if isinstance(b.on, int) and b.on < passed), None)
         if struck is None:
             return False
-        self.armed.remove(struck)
+        self.fabric.armed.remove(struck)
         match struck.act:
             case Act.CUT | Act.TRUNCATE | Act.HALF_CLOSE:
                 self._fail(moving.op, Reason.TRANSPORT, "connection lost")
@@ -183,23 +194,23 @@ class Stage(Fabric):
                 writes = moving.op.op is Op.WRITE
                 memory = (moving.op.target if writes else moving.op.initiator).cache.memory
                 memory[there if writes else here] ^= 0x10
-                self.clock.after(_STEP_S, lambda: self._move(moving))
+                self.fabric.clock.after(_STEP_S, lambda: self._move(moving))
             case Act.LANE:  # an operation with a lane that stands still cannot end
-                self.waiting.append(partial(self._move, moving))
+                self.fabric.waiting.append(partial(self._move, moving))
             case _:
-                self._hold(Plane.DATA, struck.act)
-                self.waiting.append(partial(self._move, moving))
+                self.fabric.hold(Plane.DATA, struck.act)
+                self.fabric.waiting.append(partial(self._move, moving))
         return True
 
     def _land_all(self, op: Operation) -> None:
         op.ended = True
         op.initiator.ops.pop(op.op_id, None)
-        self.soon(lambda: op.initiator.feed(OpDone(op.op_id, op.post.local.nbytes)))
+        self.fabric.soon(lambda: op.initiator.feed(OpDone(op.op_id, op.post.local.nbytes)))
 
     def _fail(self, op: Operation, reason: Reason, detail: str) -> None:
         op.ended = True
         op.initiator.ops.pop(op.op_id, None)
-        self.soon(lambda: op.initiator.feed(OpFailed(op.op_id, reason, detail)))
+        self.fabric.soon(lambda: op.initiator.feed(OpFailed(op.op_id, reason, detail)))
 
 
 @define(eq=False)
@@ -217,7 +228,8 @@ class Play(Performance):
         super().__init__(scenario)
         access, fence = (Access.REGION, FenceScope.NONE) if scenario.region_access else (Access.GRANT, FenceScope.PEER)
         capabilities = Capabilities(frozenset(Op), access, fence, cancel=True)
-        climate = Climate(capabilities, evolve(Limits(), **LIMITS), scenario.integrity, latency_s=0.001)
+        limits: dict[str, Any] = dict(LIMITS)
+        climate = Climate(capabilities, Limits(**limits), scenario.integrity, latency_s=0.001)
         self.stage = Stage(random.Random(1), climate, trace)  # noqa: S311 - latencies, not keys
         self.ranks: dict[str, list[Rank]] = {}
         self.tickets: dict[str, Ticket] = {}
@@ -232,7 +244,7 @@ class Play(Performance):
         ticket = self.tickets[call.transfer] if consumer and call.mode is Mode.PULL else None
         lease_s = LIMITS["lease_s"] if call.lease_s is None else call.lease_s
         for rank in self.ranks[call.who]:
-            rank.actor.call(call, address=address, ticket=ticket, lease_s=lease_s)
+            rank.process.feed(rank.actor.call(call, address=address, ticket=ticket, lease_s=lease_s))
         if (call.do, call.mode) == ("expose", Mode.PULL):
             self.tickets[call.transfer] = self._ticket(self.ranks[call.who][0], call, lease_s)
 
@@ -266,11 +278,7 @@ class Play(Performance):
             integrity=self.scenario.integrity,
         )
 
-        def put(events: Sequence[EngineEvent]) -> None:
-            for event in events:
-                process.feed(event)
-
-        actor = Actor(shape, info.rank, seed_of(info.instance), put)
+        actor = Actor(shape, info.rank, seed_of(info.instance))
         process = Process(
             self.stage, info, endpoint, actor.cache, actor.pool, lambda _, news: actor.hear(news), 0.0, 1.0
         )

@@ -137,13 +137,15 @@ class Endpoint:
 
     def snapshot(self) -> dict[str, object]:
         """Counters and open transfers: for status pages, tests and invariants."""
+        # Other threads ask too, while the runtime's goes on: tables are copied in one step before they are walked.
+        opened, known = list(self._transfers.open.values()), list(self.peers.known.items())
         return {
-            "open": {t.id: [leg.state.value for leg in t.legs] for t in self._transfers.open.values()},
-            "quarantined": sum(leg.state is State.FENCING for t in self._transfers.open.values() for leg in t.legs),
-            "peers": {str(peer): len(a.links) for peer, a in self.peers.known.items()},
+            "open": {t.id: [leg.state.value for leg in t.legs] for t in opened},
+            "quarantined": sum(leg.state is State.FENCING for t in opened for leg in t.legs),
+            "peers": {str(peer): len(a.links) for peer, a in known},
             "tombstones": len(self._transfers.tombstones),
             "strangers": len(self._messages.waiting),
-            "errands": sum(map(len, self.peers.errands.values())),
+            "errands": sum(map(len, list(self.peers.errands.values()))),
             "dropped": self.peers.dropped,
             "draining": self._transfers.draining,
             "counts": dict(self._transfers.counts),

@@ -1,0 +1,147 @@
+"""An engine gives a transfer up, on either side, at every stage."""
+
+from __future__ import annotations
+
+from kvx_conformance.catalogue.words import (
+    NEXT_PULL,
+    NEXT_PUSH,
+    PULL,
+    PUSH,
+    R,
+    abort,
+    claim,
+    expose,
+    failed,
+    half_way,
+    ok,
+    stage,
+    struck,
+)
+from kvx_conformance.scenarios import Act, Break, Fired, Heal, Plane, Scenario, Wait
+
+ABORTS = (
+    Scenario(
+        "KVX-ABT-001",
+        "the consumer aborts in mid-write: its blocks are reused, no late byte lands",
+        (
+            *half_way(PUSH),
+            abort("d"),
+            failed("d", R.ABORTED),
+            expose("next", content=11),
+            Heal(),
+            failed("p", R.ABORTED),
+            stage("next", content=11),
+            *ok(transfer="next"),
+        ),
+        ("A1", "B1"),
+    ),
+    Scenario(
+        "KVX-ABT-002",
+        "the same where nothing can forbid: quarantine until the writer has stopped",
+        (
+            *half_way(PUSH),
+            abort("d"),
+            failed("d", R.ABORTED, released=False),
+            Heal(),
+            failed("d", R.ABORTED),
+            failed("p", R.ABORTED),
+            *NEXT_PUSH,
+        ),
+        ("A1", "B1"),
+        region_access=True,
+    ),
+    Scenario(
+        "KVX-ABT-003",
+        "the producer is preempted in mid-write",
+        (
+            *half_way(PUSH),
+            abort("p", reason=R.PREEMPTED),
+            Heal(),
+            failed("p", R.PREEMPTED),
+            failed("d", R.PREEMPTED),
+            *NEXT_PUSH,
+        ),
+    ),
+    Scenario(
+        "KVX-ABT-004",
+        "the consumer aborts in mid-read: the producer is released at once",
+        (*half_way(PULL), abort("d", mode=PULL), failed("d", R.ABORTED), failed("p", R.ABORTED), Heal(), *NEXT_PULL),
+    ),
+    Scenario(
+        "KVX-ABT-005",
+        "the producer aborts in mid-read: the bytes are not used",
+        (*half_way(PULL), abort("p", mode=PULL), failed("p", R.ABORTED), failed("d", R.ABORTED), Heal(), *NEXT_PULL),
+    ),
+    Scenario(
+        "KVX-ABT-006",
+        "refused before admission: the producer is released in one round trip",
+        (expose(mode=PULL), abort("d", mode=PULL), failed("p", R.ABORTED), *NEXT_PULL),
+        ("A5",),
+    ),
+    Scenario(
+        "KVX-ABT-007",
+        "an abort overtakes the producer's blocks",
+        (
+            claim("p"),
+            expose(),
+            Wait("p", "granted"),
+            abort("d"),
+            failed("d", R.ABORTED),
+            Wait("p", "rest"),
+            stage(),
+            failed("p", R.ABORTED),
+            *NEXT_PUSH,
+        ),
+        ("A3",),
+    ),
+    Scenario(
+        "KVX-ABT-008",
+        "an abort crosses Done",
+        (
+            *struck(Act.HOLD, "p", "Done", PUSH),
+            abort("d"),
+            failed("d", R.ABORTED),
+            Heal(),
+            failed("p", R.ABORTED),
+            *NEXT_PUSH,
+        ),
+        ("A2",),
+    ),
+    Scenario(
+        "KVX-ABT-009",
+        "one of two transfers is aborted, the other one is not disturbed",
+        (
+            *half_way(PUSH),
+            expose("u", content=9),
+            stage("u", content=9),
+            abort("d"),
+            Heal(),
+            failed("d", R.ABORTED),
+            failed("p", R.ABORTED),
+            *ok(transfer="u"),
+        ),
+        ("C2",),
+    ),
+    Scenario(
+        "KVX-ABT-010",
+        "Stopped is lost although the producer has forgotten the request: asked again, answered again",
+        (
+            *half_way(PUSH),
+            Break(Plane.CONTROL, "p", "Stopped", Act.CUT),
+            abort("d"),
+            Heal(),
+            Fired(),
+            failed("p", R.ABORTED),
+            failed("d", R.ABORTED),
+            *NEXT_PUSH,
+        ),
+        ("B2",),
+        region_access=True,
+    ),
+    Scenario(
+        "KVX-ABT-011",
+        "both sides abort at once",
+        (*half_way(PUSH), abort("d"), abort("p"), Heal(), failed("d", R.ABORTED), failed("p", R.ABORTED), *NEXT_PUSH),
+        ("A2",),
+    ),
+)
