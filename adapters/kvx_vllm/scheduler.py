@@ -138,7 +138,8 @@ class SchedulerHalf:
         load.begun = True
         load.awaited = external > 0
         transfer = load.transfer
-        if isinstance(transfer, Fault):
+        # A transfer may have ended while its request waited for room: it will not be answered again.
+        if isinstance(transfer, Fault) or transfer.end is not None:
             if external > 0:
                 self._refused.append(request.request_id)
             return

@@ -12,12 +12,15 @@ from collections.abc import Iterable, Mapping
 from attrs import frozen
 
 from kvx.core.events import EngineEvent, Stage
-from kvx.core.model import BlockTable, Layout, Mode, Outcome, Part, Released
+from kvx.core.model import BlockTable, Layout, Mode, Outcome, Part, Released, Role
 from kvx.engine import EngineInstance
 from kvx_vllm.metadata import Ended, Plan, Ready, WorkerReport
 
 # vLLM configures handlers for loggers below "vllm" only.
 logger = logging.getLogger("vllm.kvx.worker")
+
+MAX_EARLY = 1024
+"""More than there are requests between two steps of vLLM."""
 
 
 @frozen
@@ -38,6 +41,8 @@ class WorkerHalf:
         self._fired: set[str] = set()
         self._loads: dict[str, str] = {}
         """Transfer to request, while vLLM waits for its outcome."""
+        self._early: dict[str, None] = {}
+        """Transfers that ended before vLLM had blocks for them; with overlapping steps the scheduler learns it late."""
         self._refused: set[str] = set()
         self._report = WorkerReport()
 
@@ -45,8 +50,12 @@ class WorkerHalf:
         """Before the forward: hand over what the scheduler's half decided."""
         self._plan = plan
         self._fired.clear()
-        self._loads |= dict(plan.loads)
         self._refused |= set(plan.refused)
+        for transfer, request in plan.loads:
+            if transfer in self._early:
+                self._refused.add(request)
+            else:
+                self._loads[transfer] = request
         if plan.events:
             self._instance.put(plan.events)
 
@@ -93,7 +102,9 @@ class WorkerHalf:
             if isinstance(news, Outcome):
                 ended[news.transfer] = _ended(news)
                 request = self._loads.pop(news.transfer, None)
-                if request is not None:
+                if request is None:
+                    self._remember(news)
+                else:
                     finished.add(request)
                     if not news.ok:
                         failed.add(request)
@@ -102,6 +113,12 @@ class WorkerHalf:
                 released[news.transfer] = 1
         self._report = self._report.merged(WorkerReport(ended, released))
         return Results(frozenset(finished), frozenset(failed))
+
+    def _remember(self, outcome: Outcome) -> None:
+        if outcome.role is not Role.PRODUCER and not outcome.ok:
+            self._early[outcome.transfer] = None
+            if len(self._early) > MAX_EARLY:
+                del self._early[next(iter(self._early))]
 
     def take_report(self) -> WorkerReport | None:
         report, self._report = self._report, WorkerReport()

@@ -172,6 +172,20 @@ def test_bad_parameters_fail_one_request_with_a_reason(bench: Any, pair: Any, ke
     assert [row["reason"] for row in rows] == [row["expected"] for row in rows]
 
 
+def test_a_transfer_that_fails_while_its_request_waits_for_room_does_not_hang(bench: Any, pair: Any) -> None:
+    prefill, decode = pair
+    large, prompt = bench.prompts(19, [1800, 400])
+    bad = {"do_remote_prefill": True, "kvx": {"mode": "push", "transfer": secrets.token_hex(8), "from": "127.0.0.1:1"}}
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(decode.post, bench.completion(large, 200))
+        time.sleep(0.5)
+        answer = decode.post({**bench.completion(prompt), "kv_transfer_params": bad})
+        assert running.result(120).status == 200
+    assert answer.started < running.result().ended < answer.ended  # it had to wait for blocks
+    assert answer.kvx["reason"] == "peer_lost"
+    assert answer.tokens == prefill.post(bench.completion(prompt)).tokens
+
+
 def test_policy_fail_fails_the_one_request(bench: Any, pair: Any) -> None:
     prefill, strict = pair[0], bench.instances["strict"]
     prompt, other = bench.prompts(16, [100, 70])

@@ -259,6 +259,23 @@ def test_a_faulty_request_fails_through_vllms_own_policy(params: dict[str, Any])
     assert answer["kvx"]["reason"] in ("auth", "unknown_transfer")
 
 
+def test_a_transfer_that_failed_while_its_request_waited_for_room_is_refused_when_placed() -> None:
+    half = Half()
+    request = push_consumer()
+    half.on_new_request(request)
+    half.take()
+    half.outcome("t1", ok=False, reason=Reason.PEER_LOST, released=False)
+    assert half.matched_tokens(request, 0) == (100, True)
+    half.blocks_allocated(request, [[1, 2, 3, 4]], 100)
+    assert half.take() == Plan(refused=("r1",))
+    assert half.pins.held == 0
+    assert half.loaded({"r1"}, {"r1"}) == {"r1"}
+    answer = half.request_finished(request, [[1, 2, 3, 4]], completed=True)
+    assert answer is not None
+    assert answer["kvx"]["reason"] == "peer_lost"
+    assert not half._transfers
+
+
 def test_two_requests_with_one_ticket_do_not_mix() -> None:
     half = Half()
     load(half, consumer(request_id="r1"), [1, 2, 3, 4])

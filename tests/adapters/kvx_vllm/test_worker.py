@@ -6,7 +6,7 @@ from kvx.core.events import Claim, Stage
 from kvx.core.model import BlockTable, CacheGroup, LayerSpec, Layout, Mode, Outcome, Part, Reason, Released, Role
 from kvx.testing import FakeInstance
 from kvx_vllm.metadata import Ended, Plan, Ready, WorkerReport
-from kvx_vllm.worker import WorkerHalf
+from kvx_vllm.worker import MAX_EARLY, WorkerHalf
 
 
 def group(index: int, *layers: str) -> CacheGroup:
@@ -107,6 +107,24 @@ def test_outcomes_reach_vllm_by_request_and_the_scheduler_by_transfer() -> None:
     assert report.released == {"t1": 1, "p": 1}
     assert worker.take_report() is None
     assert worker.results().finished == set()
+
+
+def test_a_load_whose_transfer_has_ended_before_fails_at_once() -> None:
+    worker, instance = half()
+    instance.tell(Outcome("t1", ok=False, reason=Reason.PATIENCE, mode=Mode.PUSH, role=Role.CONSUMER))
+    assert worker.results().finished == set()
+    worker.begin_step(Plan(loads=(("t1", "r1"), ("t2", "r2"))))
+    results = worker.results()
+    assert results.finished == results.failed == {"r1"}
+
+
+def test_early_ends_are_remembered_in_bounded_memory() -> None:
+    worker, instance = half()
+    for index in range(MAX_EARLY + 10):
+        instance.tell(Outcome(f"t{index}", ok=False, reason=Reason.PATIENCE, role=Role.CONSUMER))
+    worker.results()
+    worker.begin_step(Plan(loads=(("t0", "old"), (f"t{MAX_EARLY}", "new"))))
+    assert worker.results().finished == {"new"}
 
 
 def test_news_of_a_step_without_a_report_are_kept() -> None:
