@@ -49,6 +49,7 @@ def examine(plugins: Plugins) -> list[Check]:
         *_base(),
         *_plugins(plugins),
         *_engines(plugins),
+        _router(),
         *_options(plugins),
         _open_files(),
         _cpu(),
@@ -88,6 +89,15 @@ def _engines(plugins: Plugins) -> Iterator[Check]:
         else:
             fix = f"install {name} {driver.tested}, or set allow_untested_engine = true"
             yield Check(f"engine {name}", False, f"{version} was not tested with kvx", fix)
+
+
+def _router() -> Check:
+    try:
+        return Check("router", True, f"aiohttp {importlib.metadata.version('aiohttp')}")
+    except importlib.metadata.PackageNotFoundError:
+        return Check(
+            "router", True, "not installed in this environment: pip install 'kvx[router]' for demo, up, router"
+        )
 
 
 def _options(plugins: Plugins) -> Iterator[Check]:

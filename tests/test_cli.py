@@ -179,6 +179,7 @@ def test_doctor_reports_every_check(options: Options, capsys: pytest.CaptureFixt
     assert {"python", "kvx", "attrs", "plugin tcp", "transports", "engine vllm", "port", "open files", "cpu"} <= set(
         found
     )
+    assert found["router"]["detail"].startswith("aiohttp ")
     assert found["python"] == {"name": "python", "ok": True, "detail": platform.python_version(), "fix": ""}
     assert not found["secret"]["ok"]
     assert found["secret"]["fix"] == f"chmod 600 {options.secret_file}"

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from kvx import cli
 from kvx.config import Options
 from kvx.core.model import BlockTable, Mode
 from kvx.instance import make_ticket, read_ticket
 from kvx.params import Consume, Produce, read_params
+from kvx.router.settings import instances
 
 ROOT = Path(__file__).parent.parent
 FAKES = """
@@ -42,7 +45,7 @@ def played(page: str, wanted: str, folder: Path, answer: object = None) -> dict[
 @pytest.mark.parametrize(("page", "first"), [("README.md", "vllm serve"), ("docs/quickstart.md", "python -m vllm")])
 def test_both_servers_start_with_options_that_work_and_differ(page: str, first: str, tmp_path: Path) -> None:
     script = commands(page)
-    servers = script[script.index(first) :].partition("PARAMS=")[0]
+    servers = script[script.index(first) :].partition("kvx router")[0]
     env = {"PATH": "/usr/local/bin:/usr/bin:/bin", "OUT": str(tmp_path)}
     subprocess.run(["/bin/bash", "-c", FAKES + servers], check=True, env=env, timeout=30)
     told = [json.loads(path.read_text()) for path in sorted(tmp_path.iterdir())]
@@ -50,6 +53,16 @@ def test_both_servers_start_with_options_that_work_and_differ(page: str, first: 
     assert {config["kv_connector"] for config in told} == {"KvxConnector"}
     addresses = [Options.load(config["kv_connector_extra_config"], {}).listen for config in told]
     assert addresses == ["127.0.0.1:5700", "127.0.0.1:5800"]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
+def test_the_router_is_put_in_front_of_both_servers(page: str) -> None:
+    (line,) = re.findall(r"^kvx (router .*)$", commands(page), re.MULTILINE)
+    given = cli._parser(()).parse_args(shlex.split(line))
+    prefill, decode = instances(given.prefill, given.decode, Mode(given.mode))
+    assert [instance.url for instance in (*prefill, *decode)] == ["http://127.0.0.1:8100", "http://127.0.0.1:8200"]
+    assert all(f"--port {instance.url[-4:]}" in commands(page) for instance in (*prefill, *decode))
+    assert given.port == 8000
 
 
 def test_the_quickstart_s_requests_ask_for_what_it_says(tmp_path: Path) -> None:
