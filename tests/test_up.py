@@ -166,6 +166,7 @@ def test_a_cluster_serves_survives_a_kill_and_leaves_nothing(
         (["router", "--prefill", "p:8100", "--decode", "http://d"], "'p:8100' is not a URL such as"),
         (["router", "--prefill", "http://p=nowhere", "--decode", "http://d"], "'nowhere' is not HOST:PORT"),
         (["router", "--prefill", "http://p", "--prefill", "http://p/", "--decode", "http://d"], "have the same URL"),
+        (["router", "--prefill", "http://p", "--decode", "http://p"], "http://p stands in both pools"),
         (["router", "--host", "0.0.0.0", "--prefill", "http://p", "--decode", "http://d"], "beyond loopback"),
         (["router", "--api-key-file", "/nowhere", "--prefill", "http://p", "--decode", "http://d"], "cannot be read"),
         (["router", "--engine", "nope", "--prefill", "http://p", "--decode", "http://d"], "no engine 'nope'"),
@@ -249,7 +250,8 @@ def test_a_router_ends_on_a_signal_while_a_request_waits(number: signal.Signals)
         (port,) = free_ports(1)
         nowhere = f"http://127.0.0.1:{mute.getsockname()[1]}"
         command = [sys.executable, "-m", "kvx", "router", "--port", str(port)]
-        process = subprocess.Popen([*command, "--prefill", nowhere, "--decode", nowhere], stderr=subprocess.PIPE)
+        pools = ["--prefill", nowhere, "--decode", f"{nowhere}/other"]
+        process = subprocess.Popen([*command, *pools], stderr=subprocess.PIPE)
 
         def answers() -> bool:
             with contextlib.suppress(OSError):

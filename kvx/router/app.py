@@ -112,8 +112,8 @@ class Router:
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """The API key, and one form for every error."""
         key = self.settings.api_key
-        shown = request.headers.get("Authorization", "")
-        if key and request.path != "/health" and not hmac.compare_digest(shown.encode(), f"Bearer {key}".encode()):
+        shown = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+        if key and request.path != "/health" and not hmac.compare_digest(shown, f"Bearer {key}".encode()):
             return _error(Failure(401, "invalid_api_key", "the API key is missing or wrong"))
         try:
             return await handler(request)
@@ -161,7 +161,7 @@ class Router:
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
         try:
-            body = await _read(request)
+            body = await _read(request, self.settings.limits.idle_s)
             headers = self._headers(request.headers)
             exchange = Exchange(self, self._upstream, self.settings.dialect, request.path, body, headers)
             state = State(self._turn)
@@ -231,9 +231,12 @@ class Router:
         return _kept(given, _SENT_ON) | ({"Authorization": f"Bearer {key}"} if key else {})
 
 
-async def _read(request: web.Request) -> dict[str, Any]:
+async def _read(request: web.Request, limit_s: float) -> dict[str, Any]:
     try:
-        body = json.loads(await request.read())
+        async with asyncio.timeout(limit_s):
+            body = json.loads(await request.read())
+    except TimeoutError as error:
+        raise Failure(408, "invalid_request_error", f"the body did not come in {limit_s:g} s") from error
     except (ValueError, RecursionError) as error:
         raise Failure(400, "invalid_request_error", f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):

@@ -50,6 +50,8 @@ def instances(
             raise ConfigError(f"the router needs at least one --{name} URL")
         if len({instance.url for instance in pool}) < len(pool):
             raise ConfigError(f"two --{name} instances have the same URL")
+    if both := {instance.url for instance in pools[0]} & {instance.url for instance in pools[1]}:
+        raise ConfigError(f"{min(both)} stands in both pools: the router would let an instance move blocks to itself")
     for instance in pools[0]:
         instance.probing = instance.address is None and mode is not Mode.PULL
     return pools

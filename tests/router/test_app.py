@@ -520,6 +520,35 @@ def test_the_key_is_asked_for_and_shown(world: Any, fake: Any) -> None:
     asyncio.run(scenario())
 
 
+def test_a_key_that_is_no_text_is_a_wrong_key(world: Any, fake: Any) -> None:
+    async def scenario() -> None:
+        async with world(Mode.PUSH, [fake("p")], [fake("d")], api_key="a-key-of-20-letters!") as w:
+            told = await raw(w.url, b"GET /status HTTP/1.1\r\nHost: r\r\nAuthorization: Bearer \xff\r\n\r\n")
+            assert told.startswith(b"HTTP/1.1 401")
+
+    asyncio.run(scenario())
+
+
+def test_a_body_that_never_comes_ends(world: Any, fake: Any) -> None:
+    async def scenario() -> None:
+        async with world(Mode.PUSH, [fake("p")], [fake("d")], limits=Limits(idle_s=0.3)) as w:
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: r\r\nContent-Length: 10\r\n\r\n{"
+            told = await raw(w.url, head)
+            assert told.startswith(b"HTTP/1.1 408")
+
+    asyncio.run(scenario())
+
+
+async def raw(url: str, sent: bytes) -> bytes:
+    """The beginning of what a server answers to these bytes."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+    writer.write(sent)
+    async with asyncio.timeout(20):
+        told = await reader.read(100)
+    writer.close()
+    return told
+
+
 def test_models_are_those_of_a_decode_instance(world: Any, fake: Any) -> None:
     async def scenario() -> None:
         async with world(Mode.PUSH, [fake("p")], [fake("d")]) as w:
