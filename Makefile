@@ -9,11 +9,12 @@ KVX_VENVS ?= .venvs
 PY := .venv/bin/python
 VLLM := $(KVX_VENVS)/vllm/bin/python
 RUN := .run
+INPUTS ?= 20000
 # Tests and servers share the cores: numpy's own threads would fight for them.
 export OPENBLAS_NUM_THREADS := 1
 PYTEST := -m pytest -q --junitxml
 
-.PHONY: help env env-vllm lock test test-deep test-engines check format bench docs demo clean
+.PHONY: help env env-vllm lock test test-deep fuzz test-engines check format bench docs demo clean
 
 help: ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1|\2/p' $(MAKEFILE_LIST) | column -t -s'|'
@@ -30,9 +31,12 @@ lock: ## renew requirements/*.txt with the newest releases
 test: env ## the quick tests, without an engine
 	$(PY) $(PYTEST) $(RUN)/test.xml -n auto -m "not vllm and not slow"
 
-test-deep: env ## slow tests and 10,000 simulated worlds
+test-deep: env fuzz ## slow tests, 20,000 hostile inputs and 10,000 simulated worlds
 	$(PY) $(PYTEST) $(RUN)/test-deep.xml -m "slow and not vllm"
 	.venv/bin/kvx sim --seeds 10000 --jobs "$$(nproc)" --json $(RUN)/sim.json
+
+fuzz: env ## hostile bytes and peers; INPUTS=1000000 make fuzz for a long run
+	$(PY) -m kvx_conformance.fuzz --inputs $(INPUTS) --json $(RUN)/fuzz.json
 
 test-engines: env-vllm ## real vLLM servers on this machine's CPUs
 	$(VLLM) $(PYTEST) $(RUN)/test-engines.xml -m vllm tests/engines tests/adapters
