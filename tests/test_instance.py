@@ -14,9 +14,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from attrs import define, field
+from attrs import define, evolve, field
 
+from kvx.address import parse_address
 from kvx.config import Options
+from kvx.core import wire
+from kvx.core.errors import RemoteProtocolError
+from kvx.core.messages import Envelope, Hello
 from kvx.core.model import (
     BlockTable,
     CacheGroup,
@@ -67,14 +71,14 @@ class Rank:
         raise AssertionError(f"no {kinds} of {transfer} in {limit_s} s, heard {self.heard}, {self.instance.snapshot()}")
 
 
-def open_rank(seed: int, **options: object) -> Rank:
+def open_rank(seed: int, dtype: str = "u8", **options: object) -> Rank:
     memory = np.random.default_rng(seed).integers(0, 256, (LAYERS, BLOCKS, BLOCK_BYTES), dtype=np.uint8)
     region = Region(0, memory.ctypes.data, memory.nbytes)
     layers = tuple(
         LayerSpec(f"layer.{i}", 0, i * BLOCKS * BLOCK_BYTES, BLOCK_BYTES, BLOCK_BYTES) for i in range(LAYERS)
     )
     group = CacheGroup(0, "full", BLOCK_SIZE, layers, 2, 2, Packing.HEADS)
-    layout = Layout("toy", "u8", "test", (group,), BLOCKS)
+    layout = Layout("toy", dtype, "test", (group,), BLOCKS)
     epoch = secrets.randbits(63)
     loaded = Options.load({"listen": f"127.0.0.1:{free_port()}", **options}, {})
     return Rank(loaded, memory, open_instance(loaded, layout, [region], epoch=epoch), epoch)
@@ -271,3 +275,73 @@ def test_a_host_that_forks_before_it_starts_is_served() -> None:
         [sys.executable, "-c", program, here], timeout=60, check=False, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_a_cache_of_another_dtype_is_refused_by_name_and_the_next_request_works(pair: tuple[Rank, Rank]) -> None:
+    p, d = pair
+    other = open_rank(4, dtype="u16")
+    try:
+        address = p.instance.info.address
+        other.instance.put([Expose("t14", Mode.PUSH, BlockTable.of([4]), (0,), 32, 30.0, address)])
+        outcome = other.wait(Outcome, Released, transfer="t14", limit_s=5)[0]
+        assert isinstance(outcome, Outcome) and outcome.reason is Reason.LAYOUT, outcome
+        assert "dtype" in outcome.detail and "u16" in outcome.detail and "u8" in outcome.detail
+        push(p, d, "t15", [1], [1], 20)
+        assert all(isinstance(news, Outcome) and news.ok for news in d.wait(Outcome, transfer="t15"))
+    finally:
+        other.instance.close()
+
+
+def test_a_peer_of_another_protocol_version_is_told_so(pair: tuple[Rank, Rank]) -> None:
+    p, d = pair
+    hello = Hello(step=1, versions=(99,), epoch=1, nonce=bytes(16))
+    with socket.create_connection(parse_address(p.instance.info.address), 5) as stranger:
+        data = wire.encode(Envelope(wire.VERSION, 1, 0, hello))
+        stranger.sendall(len(data).to_bytes(4, "big") + data)
+        length = int.from_bytes(stranger.recv(4, socket.MSG_WAITALL), "big")
+        answer = wire.decode(stranger.recv(length, socket.MSG_WAITALL)).message
+    assert isinstance(answer, Hello) and answer.refusal is Reason.VERSION
+    assert "[1]" in answer.detail and "[99]" in answer.detail
+    push(p, d, "t16", [1], [1], 20)
+    assert all(isinstance(news, Outcome) and news.ok for news in d.wait(Outcome, transfer="t16"))
+
+
+def test_an_acceptor_of_another_protocol_version_fails_the_request_with_version(pair: tuple[Rank, Rank]) -> None:
+    _, d = pair
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        d.instance.put([Expose("t17", Mode.PUSH, BlockTable.of([4]), (0,), 32, 30.0, address)])
+        listener.settimeout(5)
+        accepted, _ = listener.accept()
+        with accepted:
+            refusal = Hello(step=1, refusal=Reason.VERSION, detail="this instance speaks kvx protocol [99]")
+            data = wire.encode(Envelope(wire.VERSION, 1, 0, refusal))
+            accepted.sendall(len(data).to_bytes(4, "big") + data)
+            outcome = d.wait(Outcome, Released, transfer="t17", limit_s=5)[0]
+    assert isinstance(outcome, Outcome) and outcome.reason is Reason.VERSION, outcome
+    assert "[99]" in outcome.detail
+
+
+def test_a_ticket_of_an_earlier_start_moves_nothing(pair: tuple[Rank, Rank]) -> None:
+    p, d = pair
+    before = d.memory.copy()
+    p.instance.put([Expose("t18", Mode.PULL, BlockTable.of([7]), (0,), 32, 30.0)])
+    text = make_ticket(
+        p.options, epoch=p.epoch + 1, transfer="t18", first=(0,), blocks=BlockTable.of([7]), tokens=32, lease_s=30
+    )
+    ticket = read_ticket(d.options, text)
+    d.instance.put([Stage("t18", Mode.PULL, Part(None, (0,), BlockTable.of([9])), True, 32, ticket)])
+    outcome = d.wait(Outcome, Released, transfer="t18", limit_s=5)[0]
+    assert isinstance(outcome, Outcome) and outcome.reason is Reason.EPOCH, outcome
+    assert (d.memory == before).all()
+
+
+def test_a_forged_ticket_is_no_ticket(pair: tuple[Rank, Rank]) -> None:
+    p, d = pair
+    text = make_ticket(
+        p.options, epoch=p.epoch, transfer="t19", first=(0,), blocks=BlockTable.of([7]), tokens=32, lease_s=30
+    )
+    ticket = wire.parse_ticket(text)
+    forged = evolve(ticket, grant=evolve(ticket.grant, address="127.0.0.1:9"))
+    with pytest.raises(RemoteProtocolError, match="forged"):
+        read_ticket(d.options, wire.ticket_text(forged))
