@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
+import sys
+import termios
+import time
+
 import numpy as np
 import pytest
 
@@ -89,6 +94,38 @@ def test_what_lies_in_the_sockets_when_it_is_forbidden_never_lands(pair, pump):
     pump(a, b, until=lambda: 1 in a.ended)
     assert a.failed(1).reason is Reason.UNKNOWN_TRANSFER
     assert (b.memory == 9).all()
+
+
+def _in_sockets(rank):
+    """Bytes in the kernel's buffers of all of this rank's data connections: (to be sent, to be read)."""
+    waiting = []
+    for request in (termios.TIOCOUTQ, termios.FIONREAD):
+        answers = [fcntl.ioctl(fd, request, bytes(4)) for fd in rank.transport._connections]
+        waiting.append(sum(int.from_bytes(answer, sys.byteorder) for answer in answers))
+    return waiting
+
+
+def test_eight_mib_in_the_sockets_when_the_initiator_is_told_to_stop(pair, pump, evidence):
+    a, b = pair(64 * MIB, warm=True, streams=8)
+    a.memory[:] = 2
+    b.transport.permit("t", a.peer, Op.WRITE, whole(64 * MIB), STAMP)
+    a.post(1, b, Op.WRITE, whole(64 * MIB), whole(64 * MIB), STAMP)
+    end = time.monotonic() + 20
+    while _in_sockets(a)[0] + _in_sockets(b)[1] < 8 * MIB and time.monotonic() < end:
+        a.poll_until_stalled()
+        b.poll()  # opens the window a little further
+    under_way = {"to_be_sent": _in_sockets(a)[0], "to_be_read": _in_sockets(b)[1]}
+    landed = int((b.memory == 2).sum())
+    assert sum(under_way.values()) >= 8 * MIB, under_way
+    a.transport.cancel(1)
+    b.transport.forbid("t")
+    assert Forbidden("t") in b.poll()
+    b.memory[:] = 9  # the blocks are reused at once
+    pump(a, b, until=lambda: 1 in a.ended)
+    intact = bool((b.memory == 9).all())
+    evidence("stop-with-full-sockets", {"bytes_in_sockets": under_way, "landed_before": landed, "intact": intact})
+    assert a.failed(1).reason is Reason.ABORTED
+    assert intact
 
 
 def test_forbidden_in_the_middle_of_a_frame(pair, pump):
