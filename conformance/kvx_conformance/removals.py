@@ -415,6 +415,14 @@ MUTANTS = (
     ),
     Mutant(
         "R14",
+        "a repeated grant is not answered Stopped while bytes may land",
+        SAYS,
+        "if open_leg is not None and not open_leg.terminal:",
+        "if False:",
+        BYTES + "r14_a_repeated_grant_is_not_answered_stopped_while_bytes_may_land",
+    ),
+    Mutant(
+        "R14",
         "kvx_tcp: a write ends when all that left is answered",
         "transports/kvx_tcp/link.py",
         "self._withdraw(operation)\n        if operation.op is Op.WRITE and operation.unanswered:",

@@ -8,7 +8,7 @@ from attrs import evolve
 
 from kvx.core.errors import LayoutMismatch
 from kvx.core.events import Permit
-from kvx.core.layout import LegPlan, check, check_blocks, pairs, plan_leg
+from kvx.core.layout import LegPlan, Pair, check_blocks, pairs, plan_leg
 from kvx.core.legs import Leg, Transfer
 from kvx.core.lifecycle import Transfers
 from kvx.core.machine import Cause, State
@@ -31,6 +31,7 @@ class Contacts:
         self._peers = peers
         self._transfers = transfers
         self._capabilities = capabilities
+        self._pairs: dict[tuple[str, int, Role], tuple[Pair, ...]] = {}
         self._plans: dict[tuple[Peer, int, Role], LegPlan] = {}
 
     def contact(self, t: Transfer, now: float) -> None:
@@ -60,30 +61,34 @@ class Contacts:
     def _bind(self, t: Transfer, association: Association) -> None:
         """Fix the instance and epoch that take part, and with them the legs. Raises LayoutMismatch."""
         info = association.info
-        producer, consumer = self._in_order(t.role, info.layout)
-        check(producer, consumer)
-        t.meet(info.instance, info.epoch, self._ranks(t.role, producer, consumer))
+        t.meet(info.instance, info.epoch, self._ranks(t.role, info))
         for leg in t.legs:
             assert leg.peer is not None
-            self._transfers.of_peer.setdefault(leg.peer, set()).add(t.id)
+            self._transfers.of_peer.setdefault(leg.peer, {})[t.id] = None
 
     def _in_order(self, role: Role, peer: Layout) -> tuple[Layout, Layout]:
         return (self._info.layout, peer) if role is Role.PRODUCER else (peer, self._info.layout)
 
-    def _ranks(self, role: Role, producer: Layout, consumer: Layout) -> list[tuple[int, bool]]:
+    def _legs(self, role: Role, info: InstanceInfo) -> tuple[Pair, ...]:
+        """All legs between the two instances, this side in `role`. Raises LayoutMismatch."""
+        key = (info.instance, info.epoch, role)
+        if key not in self._pairs:
+            self._pairs[key] = pairs(*self._in_order(role, info.layout))
+        return self._pairs[key]
+
+    def _ranks(self, role: Role, info: InstanceInfo) -> list[tuple[int, bool]]:
         """(peer rank, shares no data) of the legs of this rank."""
-        mine = self._info.rank
+        mine, legs = self._info.rank, self._legs(role, info)
         if role is Role.PRODUCER:
-            return [(pair.consumer, pair.empty) for pair in pairs(producer, consumer) if pair.producer == mine]
-        return [(pair.producer, pair.empty) for pair in pairs(producer, consumer) if pair.consumer == mine]
+            return [(pair.consumer, pair.empty) for pair in legs if pair.producer == mine]
+        return [(pair.producer, pair.empty) for pair in legs if pair.consumer == mine]
 
     def _legs_at(self, t: Transfer, association: Association) -> tuple[int, ...]:
         """The ranks of this instance that the peer has to hear from."""
-        producer, consumer = self._in_order(t.role, association.info.layout)
-        rank = association.info.rank
+        rank, legs = association.info.rank, self._legs(t.role, association.info)
         if t.role is Role.CONSUMER:
-            return tuple(pair.consumer for pair in pairs(producer, consumer) if pair.producer == rank)
-        return tuple(pair.producer for pair in pairs(producer, consumer) if pair.consumer == rank)
+            return tuple(pair.consumer for pair in legs if pair.producer == rank)
+        return tuple(pair.producer for pair in legs if pair.consumer == rank)
 
     def _plan(self, t: Transfer, leg: Leg, association: Association) -> None:
         info = association.info
@@ -221,7 +226,7 @@ class Contacts:
             if not t.met and t.failed is None and t.address == reached:
                 self.meet(t, association, now)
                 self._transfers.settle(t, now)
-        for address in {reached, association.info.address}:
+        for address in dict.fromkeys((reached, association.info.address)):
             for errand in self._peers.errands.pop(address, ()):
                 self._run(errand, association, now)
 
@@ -298,7 +303,7 @@ class Contacts:
             return
         role = ROLE[(errand.mode, errand.side)]
         try:
-            ranks = [rank for rank, _ in self._ranks(role, *self._in_order(role, association.info.layout))]
+            ranks = [rank for rank, _ in self._ranks(role, association.info)]
         except LayoutMismatch:
             ranks = list(range(len(association.info.addresses)))
         for rank in ranks:

@@ -46,8 +46,8 @@ class Transfers:
 
     def __init__(self, peers: Peers, limits: Limits, out: list[Action], *, integrity: bool) -> None:
         self.open: dict[str, Transfer] = {}
-        self.of_peer: dict[Peer, set[str]] = {}
-        """Open transfers that have a leg with this peer."""
+        self.of_peer: dict[Peer, dict[str, None]] = {}
+        """Open transfers that have a leg with this peer, oldest first."""
         self.tombstones = Tombstones(limits.tombstones, keep_s=3 * limits.lease_s, owed_s=limits.transfer_max_s)
         self.draining = False
         """No new transfers begin."""
@@ -335,7 +335,7 @@ class Transfers:
             for op_id in leg.ops:
                 self.ops.pop(op_id, None)
             if leg.peer is not None and (open_here := self.of_peer.get(leg.peer)):
-                open_here.discard(t.id)
+                open_here.pop(t.id, None)
         self.tombstones.bury(Tombstone(t.id, t.side, reason, detail, t.accepted, t.reported, owed), now)
 
     def report(self, outcome: Outcome) -> None:

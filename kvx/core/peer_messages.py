@@ -66,6 +66,9 @@ class PeerMessages:
         elif t is not None and not (t.mode is Mode.PUSH and t.initiates and t.instance in (None, peer.instance)):
             refusal = (Reason.UNKNOWN_TRANSFER, "this transfer is another one here")
         elif t is not None and t.failed is not None:
+            open_leg = t.leg_of(peer)
+            if open_leg is not None and not open_leg.terminal:
+                return  # a repeated grant; what its operations still do is told when they are over
             refusal = t.failed
         if refusal is not None:
             self._peers.send(peer, Stopped(grant.transfer, *refusal))

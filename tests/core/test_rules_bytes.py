@@ -213,6 +213,21 @@ def test_r13_done_waits_for_its_digest() -> None:
     assert p.sent(Done) == []
 
 
+def test_r14_a_repeated_grant_is_not_answered_stopped_while_bytes_may_land() -> None:
+    net = Net(most=1)
+    p, d = writing(net)
+    first, second = p.posts()
+    p.put(OpFailed(first.op_id))
+    (grant,) = d.sent(GrantMessage)
+    p.hear(d, grant)
+    net.flow()
+    assert (p.sent(Stopped), d.news, p.states()) == ([], [], ["draining"])
+    p.put(OpDone(second.op_id, 1))
+    p.hear(d, grant)
+    net.flow()
+    assert (d.outcome().reason, d.released(), len(p.sent(Stopped))) == (Reason.TRANSPORT, 1, 2)
+
+
 @pytest.mark.parametrize("ok", [True, False])
 def test_r14_done_and_stopped_wait_for_every_operation(ok: bool) -> None:
     net = Net(most=1)
