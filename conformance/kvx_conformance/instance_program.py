@@ -24,7 +24,7 @@ from kvx.core.model import Mode, Region
 from kvx.engine import EngineInstance
 from kvx_conformance.actor import Actor, Call, Shape, holds, seed_of
 
-_POLL_S = 0.002
+_POLL_S = 0.01
 _PR_SET_PDEATHSIG = 1
 
 

@@ -30,7 +30,7 @@ LIMITS: Mapping[str, float] = {
     "ack_wait_s": 2.5,
     "handshake_s": 1.5,
 }
-"""The bounds of every wait, seconds: options of the same names. Long against a busy machine's pauses."""
+"""The bounds of every wait at pace 1, seconds: options of the same names."""
 
 
 class Plane(Enum):
@@ -56,7 +56,7 @@ class Act(Enum):
 DELAY_S = 0.6
 """Shorter than any bound of LIMITS."""
 LIMIT_S = 40.0
-"""How long any wait of a scenario may take; every bound of kvx lies far below."""
+"""How long any wait of a scenario may take at pace 1; every bound of kvx lies far below."""
 
 
 @frozen
@@ -209,10 +209,16 @@ class StuckError(AssertionError):
 
 
 class Performance(ABC):
-    """One scenario under way: `run` takes the steps, a subclass knows what each of them means."""
+    """One scenario under way: `run` takes the steps, a subclass knows what each of them means.
 
-    def __init__(self, scenario: Scenario) -> None:
+    `pace` stretches every bound, for machines on which a process may have to wait for its turn.
+    """
+
+    def __init__(self, scenario: Scenario, pace: float = 1.0) -> None:
         self.scenario = scenario
+        self.limits = {name: seconds * pace for name, seconds in LIMITS.items()}
+        self.limit_s = LIMIT_S * pace
+        self.pace = pace
         self.rows: list[Row] = []
         self.details: list[str] = []
         """Beside each row: the reasons as they were given, or what is wrong."""
@@ -257,6 +263,9 @@ class Performance(ABC):
                 self.details.append(details)
             case _:
                 assert_never(step)
+
+    def lease_s(self, call: Call) -> float:
+        return self.limits["lease_s"] if call.lease_s is None else call.lease_s * self.pace
 
     @abstractmethod
     def start(self, who: str) -> None: ...

@@ -37,8 +37,6 @@ from kvx_conformance.fabric import End, Fabric, Process, Wire
 from kvx_conformance.oneside import OneSided, Operation, Pieces
 from kvx_conformance.scenarios import (
     DELAY_S,
-    LIMIT_S,
-    LIMITS,
     Act,
     Break,
     Performance,
@@ -224,11 +222,11 @@ class Rank:
 class Play(Performance):
     """One scenario on simulated endpoints."""
 
-    def __init__(self, scenario: Scenario, trace: Callable[[str], None] | None = None) -> None:
-        super().__init__(scenario)
+    def __init__(self, scenario: Scenario, pace: float = 1.0, *, trace: Callable[[str], None] | None = None) -> None:
+        super().__init__(scenario, pace)
         access, fence = (Access.REGION, FenceScope.NONE) if scenario.region_access else (Access.GRANT, FenceScope.PEER)
         capabilities = Capabilities(frozenset(Op), access, fence, cancel=True)
-        limits: dict[str, Any] = dict(LIMITS)
+        limits: dict[str, Any] = dict(self.limits)
         climate = Climate(capabilities, Limits(**limits), scenario.integrity, latency_s=0.001)
         self.stage = Stage(random.Random(1), climate, trace)  # noqa: S311 - latencies, not keys
         self.ranks: dict[str, list[Rank]] = {}
@@ -242,7 +240,7 @@ class Play(Performance):
         consumer = call.role is Role.CONSUMER
         address = f"{call.producer}:7000" if consumer and call.mode is Mode.PUSH else None
         ticket = self.tickets[call.transfer] if consumer and call.mode is Mode.PULL else None
-        lease_s = LIMITS["lease_s"] if call.lease_s is None else call.lease_s
+        lease_s = self.lease_s(call)
         for rank in self.ranks[call.who]:
             rank.process.feed(rank.actor.call(call, address=address, ticket=ticket, lease_s=lease_s))
         if (call.do, call.mode) == ("expose", Mode.PULL):
@@ -337,8 +335,8 @@ class Play(Performance):
         self._until(met, f"{who} has not come to {condition} {transfer}")
 
     def _until(self, met: Callable[[], bool], problem: str) -> None:
-        end = self.stage.clock.now + LIMIT_S
+        end = self.stage.clock.now + self.limit_s
         while not met():
             if self.stage.clock.now >= end:
-                raise StuckError(f"{self.scenario.id}: {problem} in {LIMIT_S:g} s; rows so far: {self.rows}")
+                raise StuckError(f"{self.scenario.id}: {problem} in {self.limit_s:g} s; rows so far: {self.rows}")
             self.stage.clock.step(end)

@@ -10,7 +10,8 @@ from attrs import evolve
 from kvx.core.model import Reason
 from kvx_conformance.actor import Actor, Shape
 from kvx_conformance.catalogue import SCENARIOS
-from kvx_conformance.processes import Live, Verdict, judge, play_all
+from kvx_conformance.live import Live
+from kvx_conformance.processes import judge, play_all
 from kvx_conformance.scenarios import Expect, Scenario, StuckError, table
 from kvx_conformance.staged import Play
 
@@ -28,6 +29,7 @@ def test_simulated(name: str) -> None:
     assert play.rows == table(SCENARIOS[name]), play.details
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", QUICK)
 def test_on_real_processes(name: str, tmp_path: Path) -> None:
     verdict = judge(SCENARIOS[name], tmp_path)
@@ -64,6 +66,12 @@ def twisted(name: str, *reasons: Reason) -> Scenario:
     return evolve(scenario, steps=steps)
 
 
+@pytest.fixture
+def one_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvx_conformance.processes.PACES", (1.0,))
+
+
+@pytest.mark.usefixtures("one_try")
 def test_another_outcome_than_the_named_one_is_seen(tmp_path: Path) -> None:
     verdict = judge(twisted("KVX-ABT-006", Reason.LAYOUT), tmp_path)
     assert not verdict.holds
@@ -71,6 +79,7 @@ def test_another_outcome_than_the_named_one_is_seen(tmp_path: Path) -> None:
     assert verdict.problem.count("failed (layout)") == 2, "on both stages"
 
 
+@pytest.mark.usefixtures("one_try")
 def test_a_flipped_bit_is_seen_where_nobody_sums_up(tmp_path: Path) -> None:
     verdict = judge(evolve(twisted("KVX-CUT-016"), integrity=False), tmp_path)
     for rows in (verdict.rows, verdict.simulated):
@@ -91,7 +100,7 @@ def test_a_wait_that_does_not_end_is_an_error(monkeypatch: pytest.MonkeyPatch, t
     never = evolve(scenario, steps=(*scenario.steps[:1], Expect("d")))
     with pytest.raises(StuckError, match="d has not come to outcome t"):
         Play(never).run()
-    monkeypatch.setattr("kvx_conformance.processes.LIMIT_S", 0.2)
+    monkeypatch.setattr("kvx_conformance.scenarios.LIMIT_S", 0.2)
     with Live(never, tmp_path) as live, pytest.raises(StuckError, match="d has not come to outcome t"):
         live.run()
 
@@ -104,4 +113,28 @@ def test_no_process_is_left(tmp_path: Path) -> None:
         live.signal("d", "stop")
         assert [program.process.poll() for program in programs] == [None, None]
     assert all(program.process.returncode == 0 for program in programs)
-    assert isinstance(judge(SCENARIOS["KVX-MOV-001"], tmp_path), Verdict)
+
+
+# --------------------------------------------------------------- a second try
+
+
+def test_a_table_that_differs_is_tried_again_only_after_a_pause(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from kvx_conformance import processes
+
+    paces: list[float] = []
+
+    def play(scenario: Scenario, folder: Path, pace: float, void: list[str]) -> processes.Verdict:
+        paces.append(pace)
+        verdict = processes.Verdict("", "", (), [], [], [], False, "differs", pace, list(void), 0.0, 0.0)
+        return evolve(verdict, holds=pace == 8.0)
+
+    monkeypatch.setattr(processes, "_play", play)
+    monkeypatch.setattr(processes, "PAUSE", float("inf"))
+    assert not judge(SCENARIOS["KVX-MOV-001"], tmp_path).holds
+    monkeypatch.setattr(processes, "PAUSE", -1.0)
+    second = judge(SCENARIOS["KVX-MOV-001"], tmp_path)
+    assert paces == [1.0, 1.0, 3.0, 8.0]
+    assert second.holds
+    assert len(second.void) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvx_conformance.actor import Shape
 from kvx_conformance.catalogue.words import (
     NEXT_PULL,
     NEXT_PUSH,
@@ -13,7 +14,9 @@ from kvx_conformance.catalogue.words import (
     expose,
     failed,
     half_way,
+    later,
     ok,
+    shapes,
     stage,
     struck,
 )
@@ -41,6 +44,8 @@ ABORTS = (
         (
             *half_way(PUSH),
             abort("d"),
+            failed("d", R.ABORTED, released=False),
+            *later("d"),
             failed("d", R.ABORTED, released=False),
             Heal(),
             failed("d", R.ABORTED),
@@ -143,5 +148,12 @@ ABORTS = (
         "both sides abort at once",
         (*half_way(PUSH), abort("d"), abort("p"), Heal(), failed("d", R.ABORTED), failed("p", R.ABORTED), *NEXT_PUSH),
         ("A2",),
+    ),
+    Scenario(
+        "KVX-ABT-012",
+        "the consumer aborts in mid-write, two ranks on each side",
+        (*half_way(PUSH), abort("d"), failed("d", R.ABORTED), Heal(), failed("p", R.ABORTED), *NEXT_PUSH),
+        ("F3", "A1"),
+        shapes(Shape(ranks=2), Shape(ranks=2)),
     ),
 )

@@ -63,5 +63,11 @@ def shapes(p: Shape, d: Shape) -> Mapping[str, Shape]:
     return {"p": p, "d": d}
 
 
+def later(who: str) -> tuple[Step, ...]:
+    """Longer than grace and quarantine: a short lease that nobody takes up ends at this side."""
+    clock = expose("clock", PULL, producer=who, content=13, tokens=256, lease_s=2.5)
+    return clock, failed(who, R.LEASE_ENDED, transfer="clock")
+
+
 NEXT_PUSH, NEXT_PULL = moved("next", PUSH), moved("next", PULL)
 """What must still work: the blocks that were freed last are used first."""
