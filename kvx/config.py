@@ -391,23 +391,32 @@ def _read_secret(path: object) -> bytes:
     return secret
 
 
-def bounds(options: Options) -> dict[str, float]:
-    """For each class of failure the longest time, in seconds, until the engine has its outcome.
+BOUNDS: Mapping[str, tuple[str, ...]] = {
+    "nobody answers at the peer's address": ("handshake_s",),
+    "the peer's blocks or grant never come": ("patience_s",),
+    "a push whose request never reaches the producer": ("lease_s", "grace_s"),
+    "the reader of a ticket dies or never comes": ("lease_s",),
+    "the producer stops between two parts": ("part_gap_s", "grace_s"),
+    "an operation hangs": ("op_timeout_s", "lease_s", "grace_s"),
+    "the peer dies or stops in mid-transfer": ("lost_s", "grace_s"),
+    "the link is cut, or carries what is no message, and stays so": ("lost_s", "grace_s"),
+    "a message is refused: other facts, other blocks, out of bounds": ("grace_s",),
+    "an abort": ("grace_s",),
+    "an abort of an initiator whose operations do not end": ("lease_s", "grace_s"),
+    "the answer to Done is lost": ("ack_wait_s",),
+    "a transfer is alive and too slow": ("transfer_max_s", "grace_s"),
+}
+"""For each class of failure the options whose sum bounds it.
 
-    A side that has to stop first drains or revokes, which `grace_s` bounds: it is more than `drain_limit_s`.
-    """
-    o = options
-    return {
-        "the peer cannot be reached, or its blocks or grant never come": o.patience_s,
-        "a push whose request never reaches the producer": o.lease_s + o.grace_s,
-        "the producer stops between two parts": o.part_gap_s + o.grace_s,
-        "an operation hangs": o.op_timeout_s + o.grace_s,
-        "the peer dies or stops in mid-transfer": o.lost_s + o.grace_s,
-        "the reader of a ticket dies or never comes": o.lease_s,
-        "an abort": o.grace_s,
-        "the answer to Done is lost": o.ack_wait_s,
-        "a transfer is alive and too slow": o.transfer_max_s + o.grace_s,
-    }
+Counted from the failure (waits for the peer or its blocks: from the engine's first call). A side that
+has to stop first drains or revokes, which `grace_s` bounds: it is more than `drain_limit_s`. In the
+two classes of operations that do not end, the target hears nothing and its lease decides.
+"""
+
+
+def bounds(options: Options) -> dict[str, float]:
+    """For each class of failure the longest time, in seconds, until both engines have their outcome."""
+    return {failure: sum(getattr(options, name) for name in names) for failure, names in BOUNDS.items()}
 
 
 def reference() -> str:

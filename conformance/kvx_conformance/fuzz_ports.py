@@ -100,7 +100,10 @@ class ControlPort:
                 stream = _HEADER.pack(random.choice((0, 1, len(data) + 9, 1 << 18, 1 << 25, 2**32 - 1))) + data
             case _:
                 stream = _HEADER.pack(len(data)) + data
-        random.choice(self._peers).send(stream)
+        peer = random.choice(self._peers)
+        peer.send(stream)
+        if random.random() < 0.1:
+            peer.close()
         before = self._channel.stats["frames_in"]
         for event in self._channel.poll():
             if isinstance(event, PeerUp) and random.random() < 0.5:
