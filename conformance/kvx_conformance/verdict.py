@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attrs import define
+from attrs import define, field
 
 from kvx.core.model import FenceScope, Mode, Role
 from kvx_conformance.fabric import Process
@@ -20,6 +20,7 @@ class Verdict:
     """Complains to the fabric of everything that is not as it has to be."""
 
     _world: World
+    _quarantined: list[tuple[Engine, set[str]]] = field(factory=list)
 
     def at_rest(self) -> None:
         """After everything that was to happen: nothing is open except quarantine with a reason."""
@@ -31,10 +32,13 @@ class Verdict:
 
     def healed(self) -> None:
         """After everybody who could not answer was started anew: no quarantine is left (R1)."""
-        for engine in self._world.engines:
-            held = [] if engine.dead else [p.endpoint.snapshot()["open"] for p in engine.processes]
-            if any(held) or (not engine.dead and len(engine.pool.free) < engine.pool.size):
-                self._world.fabric.violation(f"{engine.name} keeps {held} although every writer is proven dead")
+        for engine, transfers in self._quarantined:
+            kept = transfers & set(engine.pool.owner.values())
+            for process in engine.processes:
+                opened = process.endpoint.snapshot()["open"]
+                kept |= transfers & set(opened if isinstance(opened, dict) else ())
+            if kept and not engine.dead:
+                self._world.fabric.violation(f"{engine.name} keeps {kept} although every writer is proven dead")
 
     def _check_engine(self, engine: Engine) -> None:
         complain = self._world.fabric.violation
@@ -57,6 +61,7 @@ class Verdict:
                 complain(f"{process.name} started {counted.get('started', 0)} transfers and ended {ended}: {counted}")
             if not opened and process.endpoint.deadline() is not None:
                 complain(f"{process.name} still waits for {process.endpoint.deadline()}: {snapshot}")
+        self._quarantined.append((engine, stuck))
         for transfer, job in engine.jobs.items():
             self._check_job(engine, transfer, job, transfer in stuck)
         held = engine.pool.size - len(engine.pool.free)

@@ -8,7 +8,7 @@ from attrs import evolve
 from kvx.core.events import Claim, Expose, OpDone, OpFailed, Stage
 from kvx.core.legs import Limits
 from kvx.core.messages import Done, GrantMessage, Message, Stopped
-from kvx.core.model import BlockTable, Mode, Reason
+from kvx.core.model import BlockTable, CacheGroup, LayerSpec, Layout, Mode, Reason
 from kvx_conformance.pair import Net, layout, part, ticket
 from kvx_conformance.scenes import expose, reading, stage, two_on_one, writing
 
@@ -58,6 +58,28 @@ def test_r6_a_grant_that_fails_the_transfer_on_one_leg_reaches_no_other() -> Non
     net.flow()
     d.put(stage(8, first=1, tokens=12, mode=Mode.PULL, with_=paper))  # 12 tokens are wanted, 8 are there
     assert d.outcome().reason is Reason.BOUNDS
+
+
+def test_r6_blocks_that_come_before_the_second_rank_is_met_wait_for_it() -> None:
+    net = Net()
+    p0, p1, d = two_on_one(net)
+    net.silent.add("p:1")
+    d.put(Claim("t", Mode.PUSH, address="p:0"))
+    net.flow()
+    d.put(expose(1))
+    net.flow()
+    assert (len(p0.offers()), p1.offers()) == (1, [])
+    net.silent.clear()
+    net.advance(LIMITS.handshake_s + 0.1)
+    assert d.outcome().reason is Reason.PEER_LOST
+    d.put(expose(2, transfer="again"))
+    for p in (p0, p1):
+        p.put(stage(5, transfer="again"))
+    net.flow()
+    for p in (p0, p1):
+        p.end_ops()
+    net.flow()
+    assert d.outcome("again").ok
 
 
 def test_r6_another_plan_of_the_leg_is_refused_at_once() -> None:
@@ -171,6 +193,17 @@ def test_r10_caches_that_differ_are_refused_by_name() -> None:
     net.flow()
     assert d.outcome().reason is Reason.LAYOUT
     assert "another" in d.outcome().detail and "toy" in d.outcome().detail
+
+
+def test_r10_stages_of_one_pipeline_have_one_fingerprint() -> None:
+    """A rank without any layer of a group is of the same model as the others."""
+    group = CacheGroup(0, "full", 4, (LayerSpec("a", 0, 0, 16, 16),), 1, 1)
+    other = CacheGroup(1, "window", 4, (LayerSpec("b", 0, 256, 16, 16),), 1, 1)
+    whole = Layout("toy", "f32", "test", (group, other), 16)
+    stages = (("a",), ("b",))
+    one = evolve(whole, groups=(group, evolve(other, layers=())), pp_size=2, stages=stages)
+    two = evolve(whole, groups=(evolve(group, layers=()), other), pp_size=2, pp_rank=1, stages=stages)
+    assert one.fingerprint() == two.fingerprint() == whole.fingerprint()
 
 
 def test_r10_a_reader_may_begin_in_the_middle_of_a_larger_block() -> None:
