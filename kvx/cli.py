@@ -28,9 +28,10 @@ Command = Callable[[argparse.Namespace], int]
 _ABOUT = """\
 kvx moves the KV cache of LLM requests between prefill and decode instances.
 
-Begin with `kvx doctor`, which says what works here. An instance is started by its engine, with
-kvx as its connector: docs/quickstart.md. Options come from the engine's settings, from KVX_*
-variables and from the TOML file that KVX_CONFIG names: docs/configuration.md.
+Begin with `kvx demo`, which shows on this machine that it works, and `kvx doctor`, which says what
+is missing. An instance is started by its engine, with kvx as its connector: docs/quickstart.md.
+Options come from the engine's settings, from KVX_* variables and from the TOML file that
+KVX_CONFIG names: docs/configuration.md.
 """
 _EXAMPLES = """\
 examples:

@@ -21,8 +21,9 @@ from urllib.parse import urlsplit
 import pytest
 from attrs import frozen
 
-from kvx import cli
-from kvx.cluster import free_ports, group_members
+from kvx import cli, up
+from kvx.cluster import Cluster, ClusterError, free_ports, group_members
+from kvx.driver import Launch
 from kvx.plugins import Plugins
 
 LOST_BOUND_S = 16.0
@@ -180,6 +181,25 @@ def test_a_mistake_is_one_sentence(words: list[str], said: str, capsys: pytest.C
     assert said in printed
     assert printed.startswith("kvx: ")
     assert printed.count("\n") == 1
+
+
+def test_without_its_router_a_cluster_ends(tmp_path: Path) -> None:
+    said: list[str] = []
+    with Cluster(tmp_path) as cluster:
+        for name, code in (
+            ("prefill-0", "raise SystemExit(3)"),
+            ("router", "import time; time.sleep(2); exit('no port')"),
+        ):
+            cluster.start(name, Launch((sys.executable, "-c", code), {}, "/health"), "http://127.0.0.1:1")
+        with pytest.raises(ClusterError, match=r"(?s)the router died.*no port"):
+            up._watch(cluster, cluster.children[1], said.append)
+    assert said[0].startswith("prefill-0 has ended with status 3")
+    assert len(said) == 1
+
+
+def test_what_stands_behind_the_dashes_goes_to_the_engines() -> None:
+    given = cli._parser(()).parse_args(["up", "--decode", "2", "--", "--max-model-len", "64"])
+    assert (given.decode, given.arguments) == (2, ["--max-model-len", "64"])
 
 
 def test_an_engine_that_is_not_here_is_named_with_its_target(
