@@ -37,18 +37,23 @@ class ProgramError(AssertionError):
     """A process of an instance died, broke, or did not answer; the text ends with the end of its log."""
 
 
-def free_ports(count: int) -> int:
-    """The first of `count` neighbouring ports that nobody listens on now."""
+def hold_ports(count: int) -> list[socket.socket]:
+    """Sockets on `count` neighbouring loopback ports, so that nobody else takes them.
+
+    None of them listens: whoever sets SO_REUSEADDR, as servers do, can still listen there.
+    """
     for _ in range(1000):
         first = random.choice(_PORTS)  # noqa: S311 - any will do
-        with contextlib.ExitStack() as held:
+        with contextlib.ExitStack() as undo:
+            held = [undo.enter_context(socket.socket()) for _ in range(count)]
             try:
-                for port in range(first, first + count):
-                    probe = held.enter_context(socket.socket())
-                    probe.bind(("127.0.0.1", port))
+                for offset, sock in enumerate(held):
+                    sock.bind(("127.0.0.1", first + offset))
+                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             except OSError:
                 continue
-            return first
+            undo.pop_all()
+            return held
     raise ProgramError(f"no {count} neighbouring ports are free")
 
 
@@ -155,6 +160,7 @@ class Live(Performance):
         self._proxy = Proxy()
         self._programs: dict[str, list[Program]] = {}
         self._tickets: dict[str, str] = {}
+        self._held: list[socket.socket] = []
         self._places = {who: self._place(who) for who in scenario.shapes}
 
     def __enter__(self) -> Self:
@@ -167,6 +173,8 @@ class Live(Performance):
             for program in programs:
                 program.close()
         self._proxy.close()
+        for sock in self._held:
+            sock.close()
 
     def run(self) -> list[Row]:
         for who in self.scenario.shapes:  # all at once: most of a start is importing
@@ -177,7 +185,9 @@ class Live(Performance):
 
     def _place(self, who: str) -> Place:
         ranks = self.scenario.shapes[who].ranks
-        first = free_ports(4 * ranks)
+        held = hold_ports(4 * ranks)
+        self._held += held
+        first = int(held[0].getsockname()[1])
         place = Place(*(first + i * ranks for i in range(4)))
         for rank in range(ranks):
             self._proxy.front(Plane.CONTROL, who, place.front_control + rank, place.control + rank)

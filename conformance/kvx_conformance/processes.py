@@ -128,7 +128,7 @@ def _timed(run: Callable[[], object], name: str, problems: list[str]) -> float:
     began = time.monotonic()
     try:
         run()
-    except AssertionError as error:
+    except (AssertionError, OSError) as error:
         problems.append(f"{name}: {error}")
     return time.monotonic() - began
 
