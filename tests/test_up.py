@@ -263,7 +263,7 @@ def test_a_port_in_use_is_one_sentence() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_router_ends_on_a_signal_while_a_request_waits(number: signal.Signals) -> None:
+def test_a_router_ends_on_a_signal_though_its_instances_are_mute(number: signal.Signals) -> None:
     with socket.socket() as mute:
         mute.bind(("127.0.0.1", 0))
         mute.listen()
