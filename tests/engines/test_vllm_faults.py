@@ -17,6 +17,7 @@ from attrs import frozen
 
 from kvx.config import Options, bounds
 from kvx.core.model import Mode
+from kvx.core.wire import parse_ticket
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -216,9 +217,8 @@ def hold_settling(bench: Any, trio: Trio, pool: ThreadPoolExecutor, body: Any, t
 
 def _enter_pull(bench: Any, trio: Trio, body: Any) -> str:
     first = trio.prefill.post(bench.dialect.prefill_leg(body, Mode.PULL, ""))
-    (transfer,) = trio.prefill.status()["open"]
     trio.decode.enter(bench.dialect.decode_leg(body, Mode.PULL, "", prefill_answer=first.body))
-    return str(transfer)
+    return parse_ticket(first.kvx["ticket"]).grant.transfer
 
 
 @pytest.mark.parametrize("reader", ["decode", "exposed"])
