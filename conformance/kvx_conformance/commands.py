@@ -6,13 +6,14 @@ import argparse
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
+from contextlib import closing
 
 from kvx import report
 from kvx_conformance.sim import Summary, run_world
 
-BATCH = 20
+BATCH = 10
 """Worlds that one process lives through before it reports."""
 COUNTED = ("transfers", "ok", "failed", "aborts", "crashes", "cuts", "stalls", "quarantined")
 
@@ -32,9 +33,10 @@ def sim(argv: list[str]) -> int:
         if trace:
             results.append(run_world(options.seed, _say))
         else:
-            for summary in _run(seeds, options.jobs):
-                results.append(summary)
-                _progress(results, len(seeds), started)
+            with closing(_run(seeds, options.jobs)) as worlds:
+                for summary in worlds:
+                    results.append(summary)
+                    _progress(results, len(seeds), started)
     except KeyboardInterrupt:
         status = 130
     fields = _fields(results, time.monotonic() - started)
@@ -67,20 +69,20 @@ def _positive(text: str) -> int:
     return number
 
 
-def _run(seeds: Sequence[int], jobs: int) -> Iterator[Summary]:
+def _run(seeds: Sequence[int], jobs: int) -> Generator[Summary, None, None]:
     if jobs == 1:
         yield from map(run_world, seeds)
         return
     batches = [seeds[start : start + BATCH] for start in range(0, len(seeds), BATCH)]
-    with ProcessPoolExecutor(jobs, initializer=_ignore_interrupt) as pool:
+    pool = ProcessPoolExecutor(jobs, initializer=_ignore_interrupt)
+    try:
         waiting: set[Future[list[Summary]]] = {pool.submit(_batch, batch) for batch in batches}
-        try:
-            while waiting:
-                done, waiting = wait(waiting, return_when="FIRST_COMPLETED")
-                for future in done:
-                    yield from future.result()
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+        while waiting:
+            done, waiting = wait(waiting, return_when="FIRST_COMPLETED")
+            for future in done:
+                yield from future.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _batch(seeds: Sequence[int]) -> list[Summary]:
