@@ -32,6 +32,9 @@ from kvx_reference.transfers import Load, Send, Transfer
 
 logger = logging.getLogger("kvx_reference.adapter")
 
+_STARVED_S = 1.0
+"""How long the engine may go without blocks before a transfer that waits for its consumer is given up. Seconds."""
+
 
 def open_connector(parts: Parts, settings: Mapping[str, Any]) -> KvxConnector:
     """The engine's `--connector`. `settings` are kvx's options; raises ConnectorError where they cannot work."""
@@ -65,6 +68,8 @@ class KvxConnector:
         self._sends: dict[str, Send] = {}
         self._probes: set[str] = set()
         self._refused: list[tuple[str, str]] = []
+        self._clock = clock
+        self._starving_since: float | None = None
         # Longer than kvx remembers a finished transfer.
         self._used = UsedIds(4 * options.lease_s + options.transfer_max_s, clock)
         self.counters: Counter[str] = Counter()
@@ -111,12 +116,14 @@ class KvxConnector:
         load = self._loads.get(request.id)
         if load is None or load.begun:
             return
-        load.begun, load.awaited = True, external > 0
+        load.begun = True
         transfer = load.transfer
-        if isinstance(transfer, Fault):
-            if load.awaited:
-                self._refused.append((request.id, transfer.detail))
+        if isinstance(transfer, Fault) or transfer.outcome is not None:  # it may have failed while this one was queued
+            if external:
+                detail = transfer.detail if isinstance(transfer, Fault) else str(told(transfer.outcome).get("detail"))
+                self._refused.append((request.id, detail))
             return
+        load.awaited = external > 0
         end = self._blocks(load.tokens)
         first = (load.tokens - external) // self._block_size if external else end
         table = self._hand_over(transfer, request.blocks[first:end])
@@ -131,6 +138,7 @@ class KvxConnector:
 
     def layer_computed(self, layer: int, step: Sequence[Scheduled]) -> None:
         """The full blocks of this step may leave for this layer, while the next ones are computed."""
+        self._starving_since = None
         events: list[EngineEvent] = []
         for item, send, transfer in self._pushed(step):
             full = min(item.stop, len(item.request.prompt)) // self._block_size
@@ -170,6 +178,20 @@ class KvxConnector:
         if (transfer := send.pushing) is not None:
             send.closed = True
             self._put(Abort(transfer.id, reason))
+
+    def starving(self) -> None:
+        """Instances can wait for one another: this one for a consumer to take its blocks, the consumer, whose own
+        blocks are promised, for prompts that wait here for blocks. One transfer less ends it: the oldest that nobody
+        is known to take.
+        """
+        now = self._clock()
+        if self._starving_since is None:
+            self._starving_since = now
+        elif now - self._starving_since > _STARVED_S:
+            self._starving_since = now
+            offered = (t for t in self._transfers.values() if t.role is Role.PRODUCER and t.held)
+            if (oldest := next((t for t in offered if not (t.granted or t.outcome)), None)) is not None:
+                self._put(Abort(oldest.id, Reason.PREEMPTED, "its blocks were needed here before anyone took them"))
 
     # -------------------------------------------------- a request ends
 
@@ -238,7 +260,8 @@ class KvxConnector:
                         done += [request] if news.ok else []
                         failed += [] if news.ok else [(request, news.detail)]
                 case Offered():
-                    pass  # the transfer's id came with the request
+                    if (transfer := self._transfers.get(news.grant.transfer)) is not None:
+                        transfer.granted = True
                 case _:
                     assert_never(news)
         return Loads(tuple(done), tuple(failed))

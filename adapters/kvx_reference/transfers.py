@@ -20,6 +20,8 @@ class Transfer:
     address: str | None = None
     held: bool = False
     """kvx has some of the engine's blocks: Released is owed."""
+    granted: bool = False
+    """Push producer: the consumer has blocks for it."""
     request_gone: bool = False
     outcome: Outcome | None = None
 

@@ -69,6 +69,10 @@ class Connector(Protocol):
         """All layers are computed; `Request.computed` still says what was before the step."""
         ...
 
+    def starving(self) -> None:
+        """Requests wait, and a step computed nothing for want of blocks: let go of what can be let go."""
+        ...
+
     def finished(self, request: Request, *, completed: bool) -> Mapping[str, Any] | None:
         """The request loses its blocks after this call. The answer's transfer parameters.
 

@@ -125,6 +125,8 @@ class Engine:
         step = self.scheduler.schedule()
         if step:
             outputs += self._compute(step)
+        elif self._connector is not None and self.scheduler.waiting:
+            self._connector.starving()
         return outputs
 
     def _take_loads(self) -> list[Output]:

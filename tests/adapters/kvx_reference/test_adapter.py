@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from attrs import define, field
 from kvx.config import Options
 from kvx.core.events import Abort, Claim, Expose, Stage
 from kvx.core.layout import Coverage
-from kvx.core.model import BlockTable, Mode, Outcome, Reason, Released
+from kvx.core.model import BlockTable, Grant, Mode, Offered, Outcome, Peer, Reason, Released
 from kvx.instance import make_ticket
 from kvx.testing import FakeInstance
 from kvx_reference.adapter import KvxConnector
@@ -36,12 +37,13 @@ class Bench:
     engine: Engine = field(init=False)
     kvx: FakeInstance = field(init=False)
     outputs: dict[str, Output] = field(factory=dict)
+    clock: Callable[[], float] = time.monotonic
 
     def __attrs_post_init__(self) -> None:
         def connect(parts: Parts, settings: Mapping[str, Any]) -> KvxConnector:
             layout, _ = describe(parts.config, parts.cache)
             self.kvx = FakeInstance(layout, epoch=77)
-            return KvxConnector(self.options, self.kvx, parts.pool, parts.cache.block_size)
+            return KvxConnector(self.options, self.kvx, parts.pool, parts.cache.block_size, self.clock)
 
         sizes = {"blocks": 40, "block_size": BLOCK, "step_tokens": 16, **self.sizes}
         self.engine = Engine(self.model, Settings(**sizes), connect)
@@ -83,6 +85,10 @@ def push_out(transfer: str = "t") -> dict[str, Any]:
 
 def push_in(transfer: str = "t") -> dict[str, Any]:
     return {"do_remote_prefill": True, "kvx": {"mode": "push", "transfer": transfer, "from": FROM}}
+
+
+def grant(transfer: str) -> Grant:
+    return Grant(transfer, Peer("d", 0), 1, 0, Mode.PUSH, (0,), BlockTable.of([0]), 50, 30.0, FROM)
 
 
 # ------------------------------------------------------------ producer, push
@@ -212,6 +218,30 @@ def test_no_more_is_held_than_is_allowed(model: Model) -> None:
     assert bench.engine.pool.held == 8
 
 
+@pytest.mark.parametrize("mode", Mode)
+def test_an_engine_without_blocks_gives_up_what_nobody_takes(model: Model, mode: Mode) -> None:
+    """Oldest first, one each second, and none that its consumer is known to take."""
+    now = [100.0]
+    bench = Bench(model, Options(max_held_fraction=1.0), clock=lambda: now[0])
+    for name in ("1", "22", "333"):
+        bench.add(name, 50, **(push_out(name) if mode is Mode.PUSH else {"do_remote_decode": True}))
+        bench.steps(5)
+    transfers = [event.transfer for event in bench.kvx.events if isinstance(event, Claim | Expose)]
+    if mode is Mode.PUSH:
+        bench.kvx.tell(Offered(grant(transfers[0])))
+    wanted = transfers[1:] if mode is Mode.PUSH else transfers
+    bench.add("4444", 60)
+    for moment, count in ((100.0, 0), (100.9, 0), (101.1, 1), (101.2, 1), (102.2, 2), (102.3, 2)):
+        now[0] = moment
+        bench.steps(1)
+        aborts = [event.transfer for event in bench.kvx.events if isinstance(event, Abort)]
+        assert aborts == wanted[:count]
+        bench.kvx.tell(*(Outcome(transfer, False, Reason.PREEMPTED) for transfer in aborts))
+    bench.kvx.tell(*(Released(transfer) for transfer in transfers))
+    bench.steps()
+    assert bench.outputs["4444"].finish is Finish.LENGTH
+
+
 # ------------------------------------------------------------ consumer
 
 
@@ -279,6 +309,21 @@ def test_a_failed_load_is_computed_here_while_the_old_blocks_are_held(bench: Ben
     bench.kvx.tell(Released("t"))
     bench.steps(1)
     assert bench.blocks() == (40, 0)
+
+
+def test_a_transfer_that_fails_while_its_request_is_queued_is_computed_here(bench: Bench) -> None:
+    """Its one outcome has come before there were blocks: another one would be waited for in vain."""
+    bench.engine.pool.hold("elsewhere", bench.engine.pool.allocate(40) or [])
+    bench.add("a", 30, 4, **push_in())
+    bench.steps(1)
+    bench.kvx.tell(Outcome("t", False, Reason.PREEMPTED, "no room"))
+    bench.steps(1)
+    bench.engine.pool.release(sorted(bench.engine.pool.in_use()))
+    bench.engine.pool.drop("elsewhere")
+    bench.steps()
+    assert [type(event) for event in bench.kvx.events] == [Claim]
+    told = bench.answer("a")["kvx"]
+    assert (told["ok"], told["reason"], told["computed_tokens"]) == (False, "preempted", 30)
 
 
 @pytest.mark.parametrize("steps", [0, 1])

@@ -49,6 +49,9 @@ class Scripted:
     def layer_computed(self, layer: int, step: Sequence[Scheduled]) -> None:
         self.told.append(f"layer {layer} {[(item.request.id, item.start, item.count) for item in step]}")
 
+    def starving(self) -> None:
+        self.told.append("starving")
+
     def step_done(self, step: Sequence[Scheduled]) -> None:
         assert all(item.request.computed == item.start for item in step)
         self.told.append("step_done")
@@ -207,3 +210,19 @@ def test_answers_carry_what_the_connector_says_while_the_blocks_are_still_there(
     engine.add(Request("a", tuple(prompts[5]), Sampling(max_tokens=1)))
     (output,) = engine.step()
     assert output.params == {"blocks": [0, 1, 2, 3], "computed": 13}
+
+
+def test_a_connector_that_holds_too_much_hears_of_it(
+    scripted: tuple[Engine, Scripted], prompts: list[list[int]], run_out: RunOut
+) -> None:
+    engine, connector = scripted
+    engine.pool.hold("t", engine.pool.allocate(39) or [])
+    engine.step()
+    assert connector.told == []
+    engine.add(Request("a", tuple(prompts[5]), Sampling(max_tokens=1)))
+    engine.step()
+    assert connector.told == ["on_request a", "starving"]
+    engine.pool.drop("t")
+    engine.pool.release(sorted(engine.pool.in_use()))
+    assert run_out(engine)["a"]
+    assert connector.told.count("starving") == 1
