@@ -17,6 +17,7 @@ import pytest
 from kvx.core.messages import KINDS
 from kvx.core.model import Layout
 from kvx_conformance import protocol_doc, rules
+from kvx_conformance.catalogue import SCENARIOS
 
 ROOT = Path(__file__).parents[2]
 VECTORS = ROOT / "conformance/kvx_conformance/vectors/v1"
@@ -96,6 +97,7 @@ def test_sentences_have_ids_of_known_areas_that_come_once_and_bind() -> None:
     areas, found = rules.load()
     ids = [rule.id for rule in found]
     assert len(set(ids)) == len(ids)
+    assert not set(ids) & SCENARIOS.keys()
     assert {rule.area for rule in found} == areas.keys()
     for rule in found:
         assert re.fullmatch(r"KVX-[A-Z]{3}-[0-9]{3}", rule.id)
