@@ -62,21 +62,16 @@ class CompletionsDialect:
     def read_probe(self, answer: Mapping[str, Any]) -> Probe:
         kvx = _kvx(answer)
         try:
-            probe = Probe(
-                instance=kvx["instance"],
-                epoch=kvx["epoch"],
-                addresses=tuple(kvx["addresses"]),
-                dp_rank=kvx["dp_rank"],
-                dp_size=kvx["dp_size"],
-                fingerprint=kvx["fingerprint"],
-            )
-        except (KeyError, TypeError) as error:
-            raise RemoteProtocolError(f"no probe in the instance's answer: {error}") from error
-        texts = (probe.instance, probe.fingerprint, *probe.addresses)
-        numbers = (probe.epoch, probe.dp_rank, probe.dp_size)
+            addresses: Any = kvx["addresses"]
+            texts: list[Any] = [kvx["instance"], kvx["fingerprint"]]
+            numbers: list[Any] = [kvx["epoch"], kvx["dp_rank"], kvx["dp_size"]]
+        except KeyError as error:
+            raise RemoteProtocolError(f"no probe in the instance's answer: {error} is missing") from error
+        texts += addresses if isinstance(addresses, list) else [None]
         if not all(isinstance(text, str) for text in texts) or not all(type(number) is int for number in numbers):
             raise RemoteProtocolError("the probe in the instance's answer has values of wrong types")
-        return probe
+        epoch, dp_rank, dp_size = numbers
+        return Probe(texts[0], epoch, tuple(texts[2:]), dp_rank, dp_size, texts[1])
 
 
 def _kvx(answer: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -10,7 +10,7 @@ from attrs import evolve
 
 from kvx_reference.engine.engine import Engine, RequestError, Settings
 from kvx_reference.engine.model import Model
-from kvx_reference.engine.request import Finish, Request
+from kvx_reference.engine.request import Finish, Request, Status
 from kvx_reference.engine.sampling import Sampling, draw
 
 Generate = Callable[..., list[list[int]]]
@@ -62,6 +62,21 @@ def test_a_small_pool_preempts_and_gives_the_same_tokens(
         engine = Engine(model, Settings(blocks=26, block_size=4, prefix_caching=caching))
         assert generate(prompts, 30, engine=engine) == wanted
         assert engine.scheduler.preemptions > 3
+
+
+def test_who_was_preempted_does_not_take_the_blocks_back_at_once(model: Model, run_out: RunOut) -> None:
+    engine = Engine(model, Settings(blocks=8, block_size=4))
+    older, younger = (Request(name, (at + 5,) * 15, greedy(12)) for at, name in enumerate(("a", "b")))
+    for request in (older, younger):
+        engine.add(request)
+    while not engine.scheduler.preemptions:
+        engine.step()
+    assert younger.status is Status.WAITING
+    assert (len(older.blocks), younger.blocks) == (5, [])
+    assert engine.pool.free == 3
+    run_out(engine)
+    assert (len(older.output), len(younger.output)) == (12, 12)
+    assert engine.scheduler.preemptions == 1
 
 
 def test_a_preempted_request_goes_on_with_its_own_random_numbers(
