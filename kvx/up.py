@@ -22,6 +22,8 @@ from kvx.core.errors import ConfigError, PluginError
 from kvx.core.model import Mode
 from kvx.driver import EngineDriver, Launch, Server, SmallModel
 
+START_S = 600.0
+"""Longest start of all servers at once: three of vLLM took 220 s on two cores that others used as well."""
 MAKE_S = 300.0
 """Longest time to write a small model."""
 _WATCH_S = 0.5
@@ -83,7 +85,7 @@ class Site:
         """Wait for them (default: for all), and say now and then for whom. Raises ClusterError."""
         self._told = 0.0
         started = time.monotonic()
-        self.cluster.wait_ready(*children, progress=self._progress)
+        self.cluster.wait_ready(*children, timeout_s=START_S, progress=self._progress)
         self.say(f"ready after {time.monotonic() - started:.1f} s")
 
     def _port(self) -> int:
