@@ -87,6 +87,7 @@ class Instance:
     server: Server
     control: str
     events: Path
+    env: Mapping[str, str]
     _waiting: http.client.HTTPConnection | None = None
 
     def connect(self, timeout_s: float = 120.0) -> http.client.HTTPConnection:
@@ -181,15 +182,17 @@ class Bench:
         given = {**SHORT, "listen": control, "event_log": str(events), **options}
         own = tuple(word.replace("{control}", str(control_port)) for word in arguments)
         server = Server(self.model, http_port, options=given, arguments=(*ARGUMENTS, *own))
-        self.instances[name] = instance = Instance(self._launch(name, server, env or {}), server, control, events)
+        self.instances[name] = instance = Instance(
+            self._launch(name, server, env or {}), server, control, events, env or {}
+        )
         return instance
 
     def restart(self, name: str) -> Instance:
         """Start a server again, at the same ports, after its process is gone."""
         instance = self.instances[name]
         self.cluster.stop(instance.child)
-        instance.child = self._launch(name, instance.server, {})
-        self.cluster.wait_ready(instance.child)
+        instance.child = self._launch(name, instance.server, instance.env)
+        self.cluster.wait_ready(instance.child, timeout_s=480)
         return instance
 
     def _launch(self, name: str, server: Server, env: Mapping[str, str]) -> Child:

@@ -278,3 +278,41 @@ def test_a_producer_that_stops_in_mid_write(bench: Any, trio: Trio, keep: Any, r
         assert waited
     assert bench.until(lambda: not consumer.status()["open"], 30), consumer.status()
     assert consumer.blocks() == {"total": 64, "free": 64, "held": 0}
+
+
+def test_blocks_in_quarantine_come_back_when_the_writers_death_is_proven(bench: Any, trio: Trio, keep: Any) -> None:
+    """Nobody can say that the killed producer's bytes are over, until another start of it answers."""
+    consumer = trio.exposed
+    (prompt,) = bench.prompts(30, [640])
+    body, transfer = bench.completion(prompt), secrets.token_hex(8)
+    wanted = trio.prefill.post(body).tokens
+    trio.turn("prefill", "hold", on=True)
+    with ThreadPoolExecutor(2) as pool:
+        leg = bench.dialect.decode_leg(body, Mode.PUSH, transfer, prefill_address=trio.prefill.control)
+        failed = pool.submit(consumer.post, leg)
+        pool.submit(trio.prefill.post, bench.dialect.prefill_leg(body, Mode.PUSH, transfer))  # it will not be answered
+        assert bench.until(lambda: states(trio.prefill, transfer) == ["moving"], 10), trio.prefill.status()
+        trio.prefill.child.signal(signal.SIGKILL)
+        killed = time.monotonic()
+        answer = failed.result(60)
+        answered = time.monotonic()
+    assert answer.tokens == wanted
+    assert answer.kvx["ok"] is False
+    held = consumer.blocks()["held"]
+    trio.turn("prefill", "hold", on=False)
+    bench.restart("prefill")
+    freed = bench.until(lambda: consumer.blocks()["held"] == 0, 60)
+    free = time.monotonic()
+    keep(
+        "vllm_quarantine_ends_with_proof",
+        {
+            "outcome": consumer.outcomes()[transfer],
+            "answered_after_s": answered - killed,
+            "held_before_the_restart": held,
+            "free_after_s": free - killed,
+        },
+    )
+    assert held == 20
+    assert freed, consumer.status()
+    assert consumer.blocks() == {"total": 64, "free": 64, "held": 0}
+    assert bench.serve(trio.prefill, consumer, body, Mode.PUSH).decode.kvx["ok"] is True
