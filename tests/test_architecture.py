@@ -126,4 +126,5 @@ def test_a_wheel_holds_the_packages_and_nothing_else(tmp_path: Path) -> None:
     tops = {name.partition("/")[0] for name in names if ".dist-info/" not in name}
     assert tops == {folder.name for folder in PACKAGES}
     assert "kvx/py.typed" in names
-    assert all(name.endswith((".py", "py.typed", ".bin", ".json", ".toml")) for name in names if ".dist-info/" not in name)
+    contents = [name for name in names if ".dist-info/" not in name]
+    assert all(name.endswith((".py", "py.typed", ".bin", ".json", ".toml")) for name in contents)
