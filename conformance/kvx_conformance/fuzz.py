@@ -128,7 +128,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--target", action="append", choices=TARGETS, help="only this one; it gets all inputs")
     report.add_json_argument(parser)
     options = parser.parse_args(argv)
-    logging.getLogger("kvx").setLevel(logging.CRITICAL)  # a line for each bad input helps nobody
     chosen = options.target or list(TARGETS)
     whole = sum(TARGETS[name][0] for name in chosen)
     results, findings = [], list[Finding]()
@@ -152,4 +151,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    logging.getLogger("kvx").setLevel(logging.CRITICAL)  # a line for each bad input helps nobody
     sys.exit(main())
