@@ -44,6 +44,7 @@ class Verdict:
     reasons: list[str]
     """Beside each row, as they gave them."""
     simulated: list[Row]
+    simulated_reasons: list[str]
     holds: bool
     """Both tables are the one that the scenario names."""
     problem: str
@@ -81,7 +82,7 @@ def _play(scenario: Scenario, folder: Path, pace: float, void: list[str]) -> Ver
     for name, performance in (("simulated", play), ("real", live)):
         for number, (row, wanted) in enumerate(zip(performance.rows, due, strict=False)):
             if row != wanted:
-                problems.append(f"{name} {row}, due is {wanted}: {performance.details[number]}")
+                problems.append(f"{name} {row}; due is {wanted}; {performance.details[number]}")
     return Verdict(
         id=scenario.id,
         title=scenario.title,
@@ -89,6 +90,7 @@ def _play(scenario: Scenario, folder: Path, pace: float, void: list[str]) -> Ver
         rows=live.rows,
         reasons=live.details,
         simulated=play.rows,
+        simulated_reasons=play.details,
         holds=not problems and play.rows == live.rows == due,
         problem="; ".join(problems),
         pace=pace,
@@ -157,8 +159,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     sys.stderr.write(f"{len(verdicts)} scenarios, {len(wrong)} do not hold\n")
     if options.json:
         fields = {"scenarios": len(verdicts), "equal": len(verdicts) - len(wrong), "limits": dict(LIMITS)}
-        report.write(options.json, report.document("processes", {**fields, "table": [asdict(v) for v in verdicts]}))
+        report.write(options.json, report.document("processes", {**fields, "table": [_record(v) for v in verdicts]}))
     return int(bool(wrong))
+
+
+def _record(verdict: Verdict) -> dict[str, object]:
+    tables = {"rows": [str(row) for row in verdict.rows], "simulated": [str(row) for row in verdict.simulated]}
+    return {**asdict(verdict), **tables}
 
 
 def _line(verdict: Verdict) -> str:

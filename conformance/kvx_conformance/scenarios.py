@@ -154,6 +154,12 @@ class Row:
     intact: bool
     """At a consumer that is told ok: every byte is right. At the end: no block was touched while it had no owner."""
 
+    def __str__(self) -> str:
+        kept = "released" if self.released else "not released"
+        return f"{self.who} {self.transfer or '-'}: {self.outcome}, {kept}" + (
+            "" if self.intact else ", BYTES ARE WRONG"
+        )
+
 
 def row(expect: Expect, ranks: Iterable[Mapping[str, Any]]) -> tuple[Row, str]:
     """The row of an Expect, from what the ranks of its instance say, and the actual reasons with details."""

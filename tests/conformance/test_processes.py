@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from kvx.core.model import Reason
 from kvx_conformance.actor import Actor, Shape
 from kvx_conformance.catalogue import SCENARIOS
 from kvx_conformance.live import Live
-from kvx_conformance.processes import judge, play_all
+from kvx_conformance.processes import judge, main, play_all
 from kvx_conformance.scenarios import Expect, Scenario, StuckError, table
 from kvx_conformance.staged import Play
 
@@ -127,7 +128,7 @@ def test_a_table_that_differs_is_tried_again_only_after_a_pause(
 
     def play(scenario: Scenario, folder: Path, pace: float, void: list[str]) -> processes.Verdict:
         paces.append(pace)
-        verdict = processes.Verdict("", "", (), [], [], [], False, "differs", pace, list(void), 0.0, 0.0)
+        verdict = processes.Verdict("", "", (), [], [], [], [], False, "differs", pace, list(void), 0.0, 0.0)
         return evolve(verdict, holds=pace == 8.0)
 
     monkeypatch.setattr(processes, "_play", play)
@@ -138,3 +139,20 @@ def test_a_table_that_differs_is_tried_again_only_after_a_pause(
     assert paces == [1.0, 1.0, 3.0, 8.0]
     assert second.holds
     assert len(second.void) == 2
+
+
+def test_the_command_writes_its_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "processes.json"
+    assert main(["KVX-ABT-006", "--json", str(file)]) == 0
+    record = json.loads(file.read_text())
+    assert (record["schema"], record["scenarios"], record["equal"]) == ("kvx.processes/1", 1, 1)
+    (row,) = record["table"]
+    assert row["rows"] == row["simulated"]
+    assert row["rows"][0] == "p t: failed (aborted), released"
+    assert "KVX-ABT-006 holds" in capsys.readouterr().err
+
+
+def test_the_command_knows_its_scenarios() -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["KVX-ABT-999"])
+    assert left.value.code == 2
