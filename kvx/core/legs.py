@@ -71,6 +71,8 @@ class Leg:
     dead_since: float | None = None  # another epoch of the peer has come then
     next_part: int = 0
     ops: dict[int, float] = field(factory=dict)  # op id -> deadline
+    early_since: float | None = None  # reader: the owner's engine has not exposed its blocks yet
+    again_at: float | None = None  # when all that was staged is posted again
     nbytes: int = 0
     digest: str | None = None  # initiator: of what was moved; target: what Done named
 

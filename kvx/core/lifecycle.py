@@ -37,6 +37,9 @@ _MILD = frozenset({Cause.ABORT, Cause.REVOKE, Cause.LEASE, Cause.PATIENCE})
 """Causes that come too late once every leg has moved all its bytes."""
 _LATE = {State.SETTLING: "no acknowledgement came", State.DRAINING: "operations did not end"}
 
+AGAIN_S = 0.1
+"""Pause before READs are posted again that have come before their owner's Expose."""
+
 Bound = tuple[float, Cause | None, Reason, str]
 """The end of one wait: moment, cause (None: time to renew), reason, detail."""
 
@@ -82,6 +85,10 @@ class Transfers:
             if problem:
                 self.fail(t, Reason.BOUNDS, problem, now)
                 return
+        if leg.again_at is not None:
+            if leg.ops or now < leg.again_at:
+                return
+            leg.again_at, leg.next_part, leg.nbytes = None, 0, 0
         while leg.next_part < len(t.parts):
             if leg.lease_until is not None and leg.lease_until - now < 0.2 * leg.grant.lease_s:
                 return
@@ -105,7 +112,7 @@ class Transfers:
             self.out.append(Post(op_id, leg.peer, OP[t.mode], mine, theirs, stamp))
 
     def _quiet(self, t: Transfer, leg: Leg, now: float) -> None:
-        if leg.state is not State.MOVING or leg.ops or not t.last or leg.next_part < len(t.parts):
+        if leg.state is not State.MOVING or leg.ops or not t.last or leg.next_part < len(t.parts) or leg.again_at:
             return
         if self.integrity and not leg.empty and not leg.digest:
             if leg.digest is None:
@@ -150,11 +157,21 @@ class Transfers:
         if isinstance(event, OpDone):
             leg.nbytes += event.nbytes
             self._quiet(t, leg, now)
-        elif leg.state is State.MOVING:
+        elif leg.state is State.MOVING and not self._early(t, leg, event, now):
             self.fail(t, event.reason, event.detail or "an operation failed", now, leg, Cause.BROKEN)
         if leg.state in (State.DRAINING, State.FENCING) and not leg.ops:
             self.move(t, leg, Cause.DRAINED, now)
         self.settle(t, now)
+
+    def _early(self, t: Transfer, leg: Leg, event: OpFailed, now: float) -> bool:
+        """Whether the ticket may have overtaken its owner's Expose (R9); then the READs are posted again."""
+        if t.mode is not Mode.PULL or event.reason is not Reason.UNKNOWN_TRANSFER:
+            return False
+        leg.early_since = now if leg.early_since is None else leg.early_since
+        if now >= leg.early_since + self.limits.grace_s:
+            return False
+        leg.again_at = now + AGAIN_S
+        return True
 
     # ------------------------------------------------------------------- failing
 
@@ -393,6 +410,8 @@ class Transfers:
             if not t.last:
                 gap = t.last_part_at + limits.part_gap_s
                 bounds.append((gap, Cause.PATIENCE, Reason.PATIENCE, "the next part did not come"))
+            if leg.again_at is not None and not leg.ops:
+                bounds.append((leg.again_at, None, Reason.OTHER, ""))
             if leg.ops:
                 bounds.append((min(leg.ops.values()), Cause.OVERDUE, Reason.OVERDUE, "an operation took too long"))
         elif leg.state is not State.EXPOSED or (t.mode is Mode.PUSH and leg.grant is None):
@@ -415,7 +434,8 @@ class Transfers:
                 else:
                     self.fail(t, reason, detail, now, leg, cause)
             elif ended:
-                self.renew(t, leg, now)
+                if leg.renew_at is not None and leg.renew_at <= now:
+                    self.renew(t, leg, now)
                 self.advance(t, leg, now)
 
     def _fence_overdue(self, t: Transfer, leg: Leg, now: float) -> None:

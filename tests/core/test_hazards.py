@@ -242,3 +242,50 @@ def test_h4_a_transfer_of_no_block_at_all_ends_in_one_round_trip() -> None:
     net.flow()
     assert (p.outcome("none").ok, d.outcome("none").ok, d.posts()) == (True, True, [])
     assert paper.grant.transfer == "t"
+
+
+@pytest.mark.parametrize("most", [1, 1 << 20])
+def test_k2_reads_that_come_before_the_owners_expose_are_posted_again(most: int) -> None:
+    net = Net(most=most)
+    p, d = net.pair()
+    d.put(stage(8, 9, mode=Mode.PULL, with_=ticket(p, 1, 2)))
+    net.flow()
+    first = d.posts()
+    for post in first:
+        d.put(OpFailed(post.op_id, Reason.UNKNOWN_TRANSFER, "nothing is permitted"))
+    assert (d.states(), d.outcomes()) == (["moving"], [])
+    net.ended[id(d)] |= {post.op_id for post in first}
+    p.put(expose(1, 2, mode=Mode.PULL))
+    net.advance(1)
+    again = d.posts()[len(first) :]
+    assert [post.local.pieces() for post in again] == [post.local.pieces() for post in first]
+    finish(net, d)
+    assert (p.outcome().ok, d.outcome().ok, d.outcome().bytes) == (True, True, p.outcome().bytes)
+
+
+def test_k2_reads_of_blocks_that_are_never_exposed_end_after_one_grace() -> None:
+    net = Net()
+    p, d = net.pair()
+    d.put(stage(8, 9, mode=Mode.PULL, with_=ticket(p, 1, 2)))
+    net.flow()
+    for _ in range(int(LIMITS.grace_s / 0.1) + 2):
+        for post in d.posts():
+            d.put(OpFailed(post.op_id, Reason.UNKNOWN_TRANSFER, "nothing is permitted"))
+        net.advance(0.11)
+    assert (d.outcome().reason, d.released()) == (Reason.UNKNOWN_TRANSFER, 1)
+    assert net.now - 1000 <= LIMITS.grace_s + 1.5
+
+
+def test_l1_l5_each_kind_of_end_has_its_own_counter_and_they_add_up() -> None:
+    net = Net()
+    p, d = connected(net)
+    d.put(expose(1, transfer="expired"))
+    net.advance(LIMITS.lease_s + 1)
+    d.put(expose(2, transfer="broken"))
+    p.put(stage(6, transfer="broken"))
+    net.flow()
+    p.end_ops(ok=False)
+    net.flow()
+    d.put(expose(3, transfer="nobody", p="x:0"))
+    counts = d.endpoint.snapshot()["counts"]
+    assert counts == {"started": 4, "ok": 1, "failed.lease_ended": 1, "failed.transport": 1, "failed.peer_lost": 1}
