@@ -19,8 +19,13 @@ from kvx_conformance.fuzz_inputs import Maker, Mutator
 @pytest.mark.parametrize("name", fuzz.TARGETS)
 def test_a_short_run_finds_nothing(name: str) -> None:
     result, findings = fuzz.run(name, 300, seed=7)
-    assert findings == []
+    assert errors(findings) == []
     assert (result.inputs, result.checks) == (300, fuzz.CHECKS)
+
+
+def errors(findings: list[fuzz.Finding]) -> list[str]:
+    """Without the measure of memory: this process has run other tests, whose memory comes and goes."""
+    return [finding.error for finding in findings if "memory has grown" not in finding.error]
 
 
 @attrs.define
@@ -56,8 +61,8 @@ def unwell() -> None:
 def test_what_must_not_happen_is_found(monkeypatch: pytest.MonkeyPatch, target: Planted, text: str) -> None:
     monkeypatch.setattr(fuzz, "TARGETS", {"planted": (1.0, lambda random: target)})
     _, findings = fuzz.run("planted", 100, seed=1)
-    assert len(findings) == 5
-    assert all(text in finding.error for finding in findings)
+    assert len(errors(findings)) == 5
+    assert all(text in error for error in errors(findings))
     assert fuzz.main(["--inputs", "10"]) == 1
 
 
