@@ -1,0 +1,7 @@
+"""Importing this fills `case.CASES` with the whole standard suite."""
+
+from __future__ import annotations
+
+from kvx_conformance.suite.case import CASES
+
+__all__ = ["CASES"]

@@ -1,0 +1,63 @@
+"""The thing tested, and what it says of itself."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from enum import Enum
+from typing import Any, cast
+
+from attrs import field, frozen
+
+from kvx import plugins
+from kvx.core.errors import PluginError
+from kvx.core.model import Access, Capabilities, FenceScope, Op
+from kvx.engine import EngineInstance
+from kvx.transport import Transport
+
+OPEN_INSTANCE = "kvx.instance:open_instance"
+
+
+class Feature(Enum):
+    """What a transport may have or lack. A case that needs a feature is not run where it is not declared."""
+
+    WRITE = "write"
+    READ = "read"
+    FORBID = "forbid"  # access = grant: the target itself keeps operations out
+    FENCE = "fence"  # of one peer
+    CANCEL = "cancel"
+
+
+def features(declared: Capabilities) -> frozenset[Feature]:
+    """The features of a declaration, which is the transport's own `capabilities` and nothing else."""
+    present = {
+        Feature.WRITE: Op.WRITE in declared.ops,
+        Feature.READ: Op.READ in declared.ops,
+        Feature.FORBID: declared.access is Access.GRANT,
+        Feature.FENCE: declared.fence is FenceScope.PEER,
+        Feature.CANCEL: declared.cancel,
+    }
+    return frozenset(feature for feature, declares in present.items() if declares)
+
+
+@frozen
+class Subject:
+    """What is tested: a transport, by name or as `package.module:factory`, and the instance that runs on it."""
+
+    transport: str
+    options: Mapping[str, Any] = field(factory=dict)
+    """Further keys of the transport's section."""
+    instance: str = OPEN_INSTANCE
+    """`package.module:function` with the signature of `kvx.instance.open_instance`."""
+
+    def make_transport(self, peer: str, **options: Any) -> Transport:
+        """One rank's transport. Raises PluginError, ConfigError or TransportError."""
+        return plugins.make_transport(self.transport, {**self.options, **options, "peer": peer})
+
+    def opener(self) -> Callable[..., EngineInstance]:
+        """Raises PluginError where there is none."""
+        module, _, name = self.instance.partition(":")
+        try:
+            return cast("Callable[..., EngineInstance]", getattr(importlib.import_module(module), name))
+        except (ImportError, AttributeError) as error:
+            raise PluginError(f"no instance {self.instance!r}: {error}") from error
