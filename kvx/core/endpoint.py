@@ -202,8 +202,10 @@ class Endpoint:
                 return True, f"draining {len(self._transfers.open)} transfers", ""
             case "release":
                 return (*self._release(command.argument, now), "")
+            case "withdraw":
+                return (*self._withdraw(command.argument, now), "")
             case _:
-                return False, f"unknown command {command.verb!r}; known are status, drain, release", ""
+                return False, f"unknown command {command.verb!r}; known are status, drain, release, withdraw", ""
 
     def _release(self, text: str, now: float) -> tuple[bool, str]:
         """A router gives a ticket back: no reader will come."""
@@ -221,6 +223,17 @@ class Endpoint:
         self._transfers.fail(t, Reason.ABORTED, "released by an operator", now)
         self._transfers.settle(t, now)
         return True, "released"
+
+    def _withdraw(self, transfer: str, now: float) -> tuple[bool, str]:
+        """A router takes a push back: its consumer has never had the request, and would not say so."""
+        t = self._transfers.open.get(transfer)
+        if t is None or t.failed or not t.initiates:
+            return False, "the transfer is over or unknown"
+        if any(leg.grant is not None for leg in t.legs):
+            return False, "its consumer has granted blocks"
+        self._transfers.fail(t, Reason.ABORTED, "withdrawn by its router", now)
+        self._transfers.settle(t, now)
+        return True, "withdrawn"
 
     def ticket_holds(self, ticket: Ticket) -> bool:
         """Whether this start of this instance made the ticket."""

@@ -105,7 +105,7 @@ class Stopped:
 
 @frozen
 class Command:
-    """A word from a router or operator, who has no rank: `release`, `drain`, `status`.
+    """A word from a router or operator, who has no rank: `release`, `withdraw`, `drain`, `status`.
 
     `nonce` names the question, so that the Ack (its transfer is the nonce's hex) finds it;
     `proof` is an HMAC of the shared secret over challenge, verb, argument and nonce.

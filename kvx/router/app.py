@@ -87,24 +87,34 @@ class Router:
     def release(self, ticket: str) -> None:
         self.outlive(self._release(ticket))
 
+    def withdraw(self, address: str, transfer: str) -> None:
+        self.outlive(self._withdraw(address, transfer))
+
     def outlive(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _release(self, text: str) -> None:
+        await self._tell("ticket", "release", lambda: wire.parse_ticket(text).grant.address, text)
+
+    async def _withdraw(self, address: str, transfer: str) -> None:
+        await self._tell("push", "withdraw", lambda: address, transfer)
+
+    async def _tell(self, what: str, verb: str, address_of: Callable[[], str], argument: str) -> None:
+        """Spare an instance a wait for somebody who will not come."""
         options = self.settings.options
         try:
-            address = wire.parse_ticket(text).grant.address
+            address = address_of()
             if not options.may_dial(address):
                 raise RemoteProtocolError(f"its address {address} is not in option peers")
-            ack = await asyncio.to_thread(ask, address, "release", text, secret=options.secret, timeout_s=RELEASE_S)
+            ack = await asyncio.to_thread(ask, address, verb, argument, secret=options.secret, timeout_s=RELEASE_S)
         except KvxError as error:
-            _log.warning("a ticket was not released, its lease will end it: %s", error)
-            self.counters["tickets_not_released"] += 1
+            _log.warning("%s of a %s failed, a time limit will end it: %s", verb, what, error)
+            self.counters[f"{verb}_failed"] += 1
         else:
-            # "no" is as good: the reader has ended the transfer itself
-            self.counters["tickets_released" if ack.ok else "tickets_gone"] += 1
+            # "no" is as good: the other side has ended the transfer itself
+            self.counters[f"{verb}_done" if ack.ok else f"{verb}_needless"] += 1
 
     # ------------------------------------------------------------ handlers
 

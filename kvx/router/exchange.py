@@ -37,6 +37,9 @@ class Host(Protocol):
     def release(self, ticket: str) -> None:
         """Nobody will take up this ticket: give its blocks back."""
 
+    def withdraw(self, address: str, transfer: str) -> None:
+        """No decode instance has this push: the prefill instance at `address` need not wait for one."""
+
     def outlive(self, work: Coroutine[Any, Any, None]) -> None:
         """Finish this when the exchange is over; it is bounded and never raises."""
 
@@ -92,12 +95,17 @@ class Exchange:
         prefill = asyncio.create_task(self._prefill(choice, transfer))
         decode = asyncio.create_task(self._decode(choice, leg))
         linger_s = 0.0
+        taken = False
         try:
             reply = await _answer_of(decode, prefill)
+            taken = reply.status == 200
             yield reply
-            linger_s = LINGER_S if reply.status == 200 else 0.0
+            linger_s = LINGER_S if taken else 0.0
         finally:
             self.host.outlive(_end(decode, prefill, linger_s))
+            if not taken and choice.prefill.address is not None:
+                # The prefill leg may have ended well, and its connection's end then aborts nothing.
+                self.host.withdraw(choice.prefill.address, transfer)
 
     async def _prefill(self, choice: Choice, transfer: str) -> Answer:
         leg = self.dialect.prefill_leg(self.body, choice.mode, transfer)

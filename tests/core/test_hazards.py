@@ -53,6 +53,43 @@ def test_a11_a_ticket_that_was_taken_up_is_not_given_back() -> None:
     assert (p.outcome().ok, d.outcome().ok) == (True, True)
 
 
+def withdraw(p: Node) -> bool:
+    """What a producer answers to a router that takes the push `t` back."""
+    p.put(PeerUp(90, None))
+    nonce = secrets.token_bytes(16)
+    proof = wire.command_proof(b"", p.endpoint.peers.handshakes.links[90].nonce, "withdraw", "t", nonce)
+    p.put(Received(90, Envelope(1, 0, p.info.epoch, Command("withdraw", "t", nonce, proof))))
+    (ack,) = (ack for ack in p.sent(Ack) if isinstance(ack, Ack))
+    return ack.ok
+
+
+def test_a14_a_push_that_no_consumer_has_met_is_withdrawn() -> None:
+    net = Net()
+    p, d = net.pair()
+    p.put(stage(5, 6))
+    assert withdraw(p)
+    assert (p.outcome().reason, p.released()) == (Reason.ABORTED, 1)
+    d.put(expose(1, 2))  # the consumer has its request after all
+    net.flow()
+    assert (d.outcome().reason, d.released()) == (Reason.ABORTED, 1)
+
+
+def test_a14_a_push_whose_consumer_is_there_goes_on() -> None:
+    net = Net()
+    p, d = writing(net)
+    assert not withdraw(p)
+    finish(net, p)
+    assert (p.outcome().ok, d.outcome().ok) == (True, True)
+
+
+def test_a14_a_pull_and_an_unknown_transfer_are_not_withdrawn() -> None:
+    net = Net()
+    p, d, _ = exposed(net)
+    assert not withdraw(p)
+    assert not withdraw(d)
+    assert p.states() == ["exposed"]
+
+
 def test_b3_each_rank_that_aborts_gets_its_own_answer() -> None:
     net = Net()
     p, d0, d1 = net.node("p"), net.node("d", layout(0, 2), epoch=5), net.node("d", layout(1, 2), epoch=5)

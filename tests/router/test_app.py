@@ -55,7 +55,7 @@ class Stream:
         return answer
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def released(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """The commands that the router sends to instances, and from which thread."""
     asked: list[tuple[Any, ...]] = []
@@ -195,11 +195,45 @@ def test_a_ticket_that_nobody_takes_up_is_released(world: Any, fake: Any, releas
             else:
                 status, told = await w.complete()
                 assert status == {"refused": 503, "dies": 502}[way]
-            await w.until(lambda: w.router.counters["tickets_released"] == 1)
+            await w.until(lambda: w.router.counters["release_done"] == 1)
         return ticket
 
     ticket = asyncio.run(scenario())
     assert released == [("127.0.0.1:5701", "release", ticket, b"", False)]
+
+
+@pytest.mark.parametrize("way", ["leaves", "refused", "unreachable", "dies"])
+def test_a_push_that_nobody_takes_up_is_withdrawn(world: Any, fake: Any, released: list[Any], way: str) -> None:
+    """The prefill leg has long been answered: the end of its connection tells its engine nothing."""
+
+    async def scenario() -> str:
+        script = {"leaves": forever, "refused": broken, "unreachable": forever, "dies": dying}[way]
+        async with world(Mode.PUSH, [fake("p")], [fake("d", script)]) as w:
+            if way == "unreachable":
+                await w.decode[0].stop()
+                assert (await w.complete())[0] == 503
+            elif way == "leaves":
+                request = asyncio.create_task(w.complete())
+                await w.decode[0].asked.wait()
+                await w.until(lambda: w.prefill[0].bodies)
+                request.cancel()
+            else:
+                assert (await w.complete())[0] == {"refused": 503, "dies": 502}[way]
+            await w.until(lambda: w.router.counters["withdraw_done"] == 1)
+            await w.until(lambda: w.prefill[0].bodies)
+            return str(w.prefill[0].bodies[0]["kv_transfer_params"]["kvx"]["transfer"])
+
+    transfer = asyncio.run(scenario())
+    assert released == [("127.0.0.1:5700", "withdraw", transfer, b"", False)]
+
+
+def test_a_push_that_was_answered_is_not_withdrawn(world: Any, fake: Any, released: list[Any]) -> None:
+    async def scenario() -> None:
+        async with world(Mode.PUSH, [fake("p")], [fake("d")]) as w:
+            assert (await w.complete())[0] == 200
+
+    asyncio.run(scenario())
+    assert released == []
 
 
 def test_a_ticket_that_points_elsewhere_is_not_followed(
@@ -213,7 +247,7 @@ def test_a_ticket_that_points_elsewhere_is_not_followed(
         ticket = make_ticket(far, epoch=7, transfer="t", first=(0,), blocks=BlockTable.of([1]), tokens=3, lease_s=9)
         async with world(Mode.PULL, [fake("p", ticket=ticket)], [fake("d", broken)]) as w:
             await w.complete()
-            await w.until(lambda: w.router.counters["tickets_not_released"] == 1)
+            await w.until(lambda: w.router.counters["release_failed"] == 1)
 
     asyncio.run(scenario())
     assert released == []
