@@ -13,7 +13,7 @@ HELLO, LEGS, WIRE, PLAN = "kvx/core/handshake.py", "kvx/core/legs.py", "kvx/core
 
 MEMORY, TIME = "tests/core/test_rules_memory.py::test_", "tests/core/test_rules_time.py::test_"
 WHO, BYTES = "tests/core/test_rules_peers.py::test_", "tests/core/test_rules_bytes.py::test_"
-TCP = "tests/transports/kvx_tcp/"
+TCP, EARLY = "tests/transports/kvx_tcp/", "tests/core/test_hazards.py::test_k2_reads_"
 
 
 @frozen
@@ -308,6 +308,22 @@ MUTANTS = (
         "elif stone is not None:\n            refusal",
         "elif False:\n            refusal",
         WHO + "r9_an_abort_that_overtakes_its_grant_is_remembered",
+    ),
+    Mutant(
+        "R9",
+        "a READ that comes before Expose is posted again",
+        LIFE,
+        "elif leg.state is State.MOVING and not self._early(t, leg, event, now):",
+        "elif leg.state is State.MOVING:",
+        EARLY + "that_come_before_the_owners_expose_are_posted_again",
+    ),
+    Mutant(
+        "R9",
+        "a READ that comes before Expose is posted again for one grace only",
+        LIFE,
+        "if now >= leg.early_since + self.limits.grace_s:",
+        "if False:",
+        EARLY + "of_blocks_that_are_never_exposed_end_after_one_grace",
     ),
     Mutant(
         "R10",
