@@ -23,6 +23,7 @@ class Climate:
     op_hangs: float = 0.0
     op_hangs_forever: float = 0.0
     corrupts: float = 0.0
+    duplicates: float = 0.0
 
 
 def capabilities_of(rng: random.Random) -> Capabilities:

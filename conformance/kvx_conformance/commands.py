@@ -15,7 +15,10 @@ from kvx_conformance.sim import Summary, run_world
 
 BATCH = 10
 """Worlds that one process lives through before it reports."""
-COUNTED = ("transfers", "ok", "failed", "aborts", "crashes", "cuts", "stalls", "quarantined")
+COUNTED = (
+    *("transfers", "ok", "failed", "aborts", "crashes", "deaths", "restarts", "cuts", "stalls", "duplicates"),
+    *("reuses", "quarantined"),
+)
 
 
 def sim(argv: list[str]) -> int:

@@ -1,14 +1,17 @@
 """Simulated processes and the control connections between them.
 
 A process runs the real `Endpoint` and does with its actions what `kvx.runtime` does; its clock
-is off by up to a million seconds. A connection keeps its order, whatever else befalls it.
+is off by up to a million seconds. A connection keeps its order, whatever else befalls it, except
+that what it has delivered may come once more.
 """
 
 from __future__ import annotations
 
+import random
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import assert_never
 
 from attrs import define, field
 
@@ -36,14 +39,30 @@ from kvx.core.events import (
     Report,
     Send,
 )
-from kvx.core.messages import Envelope
+from kvx.core.messages import Ack, Command, Done, Envelope, GrantMessage, Hello, Message, Renew, Revoke, Stopped
 from kvx.core.model import Access, FenceScope, InstanceInfo, News, Peer
 from kvx_conformance.oneside import OneSided, Operation
-from kvx_conformance.room import Room
+from kvx_conformance.room import Note, Room
+from kvx_conformance.scenarios import Plane
 from kvx_conformance.toy import Cache, Pool
 
 HELD_REPLAYS = 6
 """Envelopes of a dead epoch kept per pair of addresses, to be said again to its successor."""
+
+
+def about(message: Message) -> str:
+    """The transfers that a message is of; empty where it is of none."""
+    match message:
+        case GrantMessage(grant=grant):
+            return grant.transfer
+        case Renew(transfers=transfers):
+            return " ".join(transfers)
+        case Done() | Ack() | Revoke() | Stopped():
+            return message.transfer
+        case Hello() | Command():
+            return ""
+        case _:
+            assert_never(message)
 
 
 @define(eq=False)
@@ -53,15 +72,15 @@ class End:
     process: Process
     number: int
     last: float = 0.0  # when the last envelope sent from here arrives: the order is kept
+    frozen_until: float = 0.0  # what is sent from here stands still
     gone: bool = False  # this end is closed, or has been told that the other one is
 
 
 @define(eq=False)
 class Wire:
-    """A control connection; a frozen one delivers later what it is given now."""
+    """A control connection."""
 
     ends: tuple[End, End]
-    frozen_until: float = 0.0
     dead: bool = False
 
     def other(self, end: End) -> End:
@@ -100,6 +119,10 @@ class Process:
     @property
     def name(self) -> str:
         return f"{self.info.peer}@{self.info.epoch % 1000:03d}"
+
+    @property
+    def rng(self) -> random.Random:
+        return self.fabric.chance("process", self.info.peer)
 
     def local(self) -> float:
         return self.offset + self.fabric.clock.now * self.rate
@@ -165,7 +188,7 @@ class Process:
         if deadline is None:
             self.timer = None
             return
-        moment = max((deadline - self.offset) / self.rate, self.fabric.clock.now) + self.fabric.rng.uniform(1e-4, 1e-3)
+        moment = max((deadline - self.offset) / self.rate, self.fabric.clock.now) + self.rng.uniform(1e-4, 1e-3)
         if self.timer is None or moment < self.timer - 1e-3 or self.timer <= self.fabric.clock.now:
             self.timer = moment
             self.fabric.clock.at(moment, lambda: self._tick() if self.timer == moment else None)
@@ -194,15 +217,17 @@ class Process:
                 self.fabric.transport.cancel(self, op_id)
             case Digest(transfer=transfer, peer=peer):
                 digested = Digested(transfer, peer, self.cache.digest(action))
-                if self.fabric.rng.random() < 0.5:
+                rng = self.fabric.chance("digests", self.info.peer, transfer)
+                if rng.random() < 0.5:
                     self.feed(digested)  # as kvx.runtime does: inside of the loop over the actions
                 else:
-                    self.fabric.soon(lambda: self.feed(digested))
+                    self.fabric.soon(rng, lambda: self.feed(digested))
 
     def _forbid(self, transfer: str) -> None:
         permitted = self.permits.pop(transfer, None)
         if permitted is None or self.fabric.climate.capabilities.access is Access.GRANT:
-            self.fabric.soon(lambda: self.feed(Forbidden(transfer)))
+            rng = self.fabric.chance("forbids", self.info.peer, transfer)
+            self.fabric.soon(rng, lambda: self.feed(Forbidden(transfer)))
 
     def _fence(self, peer: Peer, generation: int) -> None:
         def act() -> None:
@@ -210,7 +235,7 @@ class Process:
             self.feed(Fenced(peer, generation))
 
         if self.fabric.climate.capabilities.fence is FenceScope.PEER:
-            self.fabric.soon(act)
+            self.fabric.soon(self.rng, act)
 
 
 @define(eq=False)
@@ -222,14 +247,14 @@ class Fabric(Room):
     processes: list[Process] = field(factory=list)
     wires: list[Wire] = field(factory=list)
     said: dict[tuple[str, str], deque[Envelope]] = field(factory=dict)
+    duplicates: int = 0
 
     def __attrs_post_init__(self) -> None:
-        super().__attrs_post_init__()
         self.transport = OneSided(self)
 
     def note(self, process: Process, arrow: str, what: object) -> None:
         if self.trace:
-            self.say(f"{process.name} {arrow} {what!r}")
+            self.trace(Note(self.clock.now, process.name, arrow, what))
 
     def process(self, info: InstanceInfo) -> Process:
         """The process that this description is of, dead or alive."""
@@ -244,9 +269,8 @@ class Fabric(Room):
             if not process.alive:
                 return
             target = self.listeners.get(address)
-            cut = self.cut_until(process, target) if target else None
-            if target is None or target.vanished or cut is not None:
-                patience = self.rng.uniform(0.1, self.climate.limits.handshake_s)
+            if target is None or target.vanished or not self._reaches(process, target):
+                patience = rng.uniform(0.1, self.climate.limits.handshake_s)
                 self.clock.after(patience, lambda: process.feed(PeerLost(number, address, False, "no answer")))
             elif not target.alive:
                 process.feed(PeerLost(number, address, True, "connection refused"))
@@ -259,7 +283,12 @@ class Fabric(Room):
                 target.feed(PeerUp(accepted, None))
                 process.feed(PeerUp(number, address))
 
-        self.clock.after(self.delay(), arrive)
+        rng = self.chance("connections", process.info.peer, address)
+        self.clock.after(self.delay(rng), arrive)
+
+    def _reaches(self, one: Process, two: Process) -> bool:
+        """To open a connection takes both ways."""
+        return all(self.held_until(Plane.CONTROL, *way) is None for way in ((one, two), (two, one)))
 
     def send(self, process: Process, number: int, envelope: Envelope) -> None:
         found = process.ends.get(number)
@@ -270,22 +299,50 @@ class Fabric(Room):
         if link.dead or not other.process.alive:
             # A connection whose other host has vanished is noticed once its successor answers.
             if self.listeners.get(other.process.info.address, process) is not other.process:
-                self.clock.after(self.delay(), lambda: self._lose(end, "reset by peer"))
+                self.clock.after(self.delay(process.rng), lambda: self._lose(end, "reset by peer"))
             return
         self._remember(process, other.process, envelope)
         data = wire.encode(envelope)
-        end.last = max(end.last + 1e-6, self.clock.now + self.delay(), link.frozen_until)
-        self.clock.at(end.last, lambda: self._arrive(link, end, data))
+        rng = self.chance("control", process.info.peer, other.process.info.peer, about(envelope.message))
+        moment = self._next(end, rng)
+        self.clock.at(moment, lambda: self._arrive(link, end, data))
+
+    def _next(self, end: End, rng: random.Random) -> float:
+        """When what is sent from this end now arrives, in its order."""
+        end.last = max(end.last + 1e-6, self.clock.now + self.delay(rng), end.frozen_until)
+        return end.last
 
     def _arrive(self, link: Wire, sender: End, data: bytes) -> None:
         receiver = link.other(sender)
         if link.dead or receiver.gone:
             return
-        if self.clock.now < link.frozen_until:
-            sender.last = max(sender.last + 1e-6, link.frozen_until)
+        if self.clock.now < sender.frozen_until:
+            sender.last = max(sender.last + 1e-6, sender.frozen_until)
             self.clock.at(sender.last, lambda: self._arrive(link, sender, data))
             return
-        receiver.process.feed(Received(receiver.number, wire.decode(data)))
+        envelope = wire.decode(data)
+        receiver.process.feed(Received(receiver.number, envelope))
+        if self.climate.duplicates:
+            self._duplicate(link, sender, envelope)
+
+    def _duplicate(self, link: Wire, sender: End, envelope: Envelope) -> None:
+        """The same envelope comes once more, at once or after others of this connection."""
+        receiver = link.other(sender)
+        peers = sender.process.info.peer, receiver.process.info.peer
+        rng = self.chance("duplicates", *peers, type(envelope.message).__name__, about(envelope.message))
+        if rng.random() >= self.climate.duplicates:
+            return
+
+        def again() -> None:
+            if not link.dead and not receiver.gone:
+                self.duplicates += 1
+                receiver.process.feed(Received(receiver.number, envelope))
+
+        later = rng.choice((0.0, rng.expovariate(20.0), rng.expovariate(0.5)))
+        if later:
+            self.clock.after(later, again)
+        else:
+            again()
 
     def disconnect(self, process: Process, number: int) -> None:
         found = process.ends.pop(number, None)
@@ -294,7 +351,7 @@ class Fabric(Room):
         link, end = found
         end.gone = True
         other = link.other(end)
-        self.clock.at(max(end.last + 1e-6, self.clock.now + self.delay()), lambda: self._lose(other, "closed by peer"))
+        self.clock.at(self._next(end, process.rng), lambda: self._lose(other, "closed by peer"))
 
     def _lose(self, end: End, detail: str) -> None:
         if end.gone:
@@ -306,9 +363,12 @@ class Fabric(Room):
         end.process.feed(PeerLost(end.number, address, False, detail))
 
     def break_wire(self, link: Wire) -> None:
+        """An end that cannot send gives up by itself; the other one is told, as soon as something gets there."""
         link.dead = True
         for end in link.ends:
-            self.clock.after(self.delay(), lambda end=end: self._lose(end, "connection lost"))  # type: ignore[misc]
+            told = 0.0 if end.frozen_until > self.clock.now else link.other(end).frozen_until
+            moment = max(self.clock.now, told) + self.delay(end.process.rng)
+            self.clock.at(moment, lambda end=end: self._lose(end, "connection lost"))  # type: ignore[misc]
 
     def _remember(self, sender: Process, receiver: Process, envelope: Envelope) -> None:
         key = (sender.info.address, receiver.info.address)
@@ -337,17 +397,22 @@ class Fabric(Room):
         names = {one, two}
         return [w for w in self.wires if not w.dead and {end.process.info.instance for end in w.ends} == names]
 
-    def cut(self, one: str, two: str, seconds: float, *, breaks: bool) -> None:
-        """Nothing passes between two instances; their connections break at once, or freeze until it is over."""
+    def cut(self, ways: Collection[tuple[str, str]], planes: Collection[Plane], seconds: float) -> list[Wire]:
+        """Nothing passes from the first to the second of these instances; returns the connections that stand still."""
         until = self.clock.now + seconds
-        self.cuts[frozenset((one, two))] = (until, breaks)
-        for link in self.between(one, two):
-            if breaks:
-                self.break_wire(link)
-            else:
-                link.frozen_until = until
-                if self.rng.random() < 0.4:
-                    self.clock.at(until, lambda link=link: self.break_wire(link))  # type: ignore[misc]
+        self.cuts.update({(*way, plane): until for way in ways for plane in planes})
+        if Plane.CONTROL not in planes:
+            return []
+        links = self.between(*next(iter(ways)))
+        for link in links:
+            self.freeze(link, ways, until)
+        return links
+
+    @staticmethod
+    def freeze(link: Wire, ways: Collection[tuple[str, str]], until: float) -> None:
+        for end in link.ends:
+            if (end.process.info.instance, link.other(end).process.info.instance) in ways:
+                end.frozen_until = max(end.frozen_until, until)
 
     def kill(self, process: Process, *, vanishes: bool) -> None:
         process.died_at, process.vanished = self.clock.now, vanishes
@@ -355,6 +420,6 @@ class Fabric(Room):
             other = link.other(end)
             end.gone = True
             if not vanishes:
-                moment = max(end.last + 1e-6, self.clock.now + self.delay())
+                moment = self._next(end, process.rng)
                 self.clock.at(moment, lambda other=other: self._lose(other, "reset by peer"))  # type: ignore[misc]
         process.ends.clear()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from typing import TYPE_CHECKING
 
-from attrs import define
+from attrs import define, frozen
 
 from kvx.core.events import OpDone, OpFailed, Post
-from kvx.core.model import Access, FenceScope, Op
+from kvx.core.model import Access, FenceScope, Op, Reason
+from kvx_conformance.room import Note
+from kvx_conformance.scenarios import Plane
 from kvx_conformance.toy import covered
 
 if TYPE_CHECKING:
@@ -31,6 +34,20 @@ class Operation:
     ended: bool = False
     hung: bool = False
 
+    @property
+    def rng(self) -> random.Random:
+        return self.initiator.fabric.chance("operations", self.initiator.info.peer, self.transfer)
+
+
+@frozen
+class Landed:
+    """For a trace: bytes have come into these blocks of a process."""
+
+    op: Op
+    op_id: int
+    transfer: str
+    blocks: tuple[int, ...]
+
 
 @define(eq=False)
 class OneSided:
@@ -49,13 +66,13 @@ class OneSided:
             return
         op = Operation(action.op_id, action.op, action.stamp.transfer, process, target, action, pieces)
         process.ops[op.op_id] = op
-        self.fabric.rng.shuffle(pieces)
-        groups = self.fabric.rng.choice((1, 1, 2, 3))
+        rng, climate = op.rng, self.fabric.climate
+        rng.shuffle(pieces)
+        groups = rng.choice((1, 1, 2, 3))
         share = -(-len(pieces) // groups)
-        moments = sorted(self.fabric.rng.expovariate(1 / self.fabric.climate.op_s) for _ in range(groups))
-        fate = self.fabric.rng.random()
-        climate = self.fabric.climate
-        breaks_at = self.fabric.rng.randrange(groups + 1)
+        moments = sorted(rng.expovariate(1 / climate.op_s) for _ in range(groups))
+        fate = rng.random()
+        breaks_at = rng.randrange(groups + 1)
         for number, moment in enumerate(moments):
             batch = pieces[number * share : (number + 1) * share]
             if fate < climate.op_fails and number >= breaks_at:
@@ -68,25 +85,30 @@ class OneSided:
                 op.hung = True
                 return
             self.fabric.clock.after(moment, lambda batch=batch: self._land(op, batch))  # type: ignore[misc]
-        self.fabric.clock.after(moments[-1] + self.fabric.delay(), lambda: self._finish(op))
+        self.fabric.clock.after(moments[-1] + self.fabric.delay(rng), lambda: self._finish(op))
 
     def _hang(self, op: Operation, rest: Pieces, moment: float) -> None:
         op.hung = True
-        late = moment + self.fabric.rng.uniform(0.5, 4.0) * self.fabric.climate.limits.op_timeout_s
+        late = moment + op.rng.uniform(0.5, 4.0) * self.fabric.climate.limits.op_timeout_s
         self.fabric.clock.after(late, lambda: self._land(op, rest))
         self.fabric.clock.after(late + 0.01, lambda: self._finish(op))
 
     def cancel(self, process: Process, op_id: int) -> None:
         op = process.ops.get(op_id)
-        if op is not None and self.fabric.rng.random() < 0.9:
-            self.fabric.soon(lambda: self._end(op, "cancelled"))
+        if op is not None and op.rng.random() < 0.9:
+            self.fabric.soon(op.rng, lambda: self._end(op, "cancelled"))
+
+    def _held(self, *ways: tuple[Process, Process]) -> float | None:
+        """When data can take all these ways again; None: it does now."""
+        moments = [self.fabric.held_until(Plane.DATA, *way) for way in ways]
+        return max((moment for moment in moments if moment is not None), default=None)
 
     def _finish(self, op: Operation) -> None:
         if op.ended:
             return
-        until = self.fabric.cut_until(op.initiator, op.target)
+        until = self._held((op.target, op.initiator))  # the acknowledgement
         if until is not None:
-            self.fabric.clock.at(until + self.fabric.delay(), lambda: self._finish(op))
+            self.fabric.clock.at(until + self.fabric.delay(op.rng), lambda: self._finish(op))
             return
         if op.pieces:
             self.fabric.clock.after(0.01, lambda: self._finish(op))
@@ -95,25 +117,26 @@ class OneSided:
         op.initiator.ops.pop(op.op_id, None)
         op.initiator.feed(OpDone(op.op_id, op.post.local.nbytes))
 
-    def _end(self, op: Operation, detail: str) -> None:
+    def _end(self, op: Operation, detail: str, reason: Reason = Reason.TRANSPORT) -> None:
         """R14: from here on no byte lands."""
         if op.ended:
             return
         op.ended = True
         op.initiator.ops.pop(op.op_id, None)
-        self.fabric.soon(lambda: op.initiator.feed(OpFailed(op.op_id, detail=detail)))
+        self.fabric.soon(op.rng, lambda: op.initiator.feed(OpFailed(op.op_id, reason, detail)))
 
     def _land(self, op: Operation, batch: Pieces) -> None:
         """Some bytes arrive, unless something on the way forbids it."""
         if op.ended:
             return
         source, target = op.initiator, op.target
-        until = self.fabric.cut_until(source, target)
+        back = [(target, source)] if op.op is Op.READ else []  # what was asked for
+        until = self._held((source, target), *back)
         if until is not None:
-            if self.fabric.rng.random() < 0.3:
+            if op.rng.random() < 0.3:
                 self._end(op, "the network was cut")
             else:
-                self.fabric.clock.at(until + self.fabric.delay(), lambda: self._land(op, batch))
+                self.fabric.clock.at(until + self.fabric.delay(op.rng), lambda: self._land(op, batch))
             return
         if not target.alive:
             self._end(op, "the target is gone")
@@ -123,7 +146,8 @@ class OneSided:
             return
         refusal = self._refused(op, batch)
         if refusal:
-            self._end(op, refusal)
+            known = op.transfer in target.permits
+            self._end(op, refusal, Reason.TRANSPORT if known else Reason.UNKNOWN_TRANSFER)
             return
         self._copy(op, batch)
         for piece in batch:
@@ -166,7 +190,10 @@ class OneSided:
                 theirs[:] = mine
             else:
                 mine[:] = theirs
-        if batch and self.fabric.rng.random() < self.fabric.climate.corrupts:
+        if self.fabric.trace:
+            landed = Landed(op.op, op.op_id, op.transfer, tuple(sorted(blocks)))
+            self.fabric.trace(Note(self.fabric.clock.now, owner.name, "--", landed))
+        if batch and self.fabric.climate.corrupts and op.rng.random() < self.fabric.climate.corrupts:
             here, there, _ = batch[0]
             memory, at = (op.target.cache.memory, there) if writes else (op.initiator.cache.memory, here)
             memory[at] ^= 0x40

@@ -54,9 +54,16 @@ class Plan:
     def names(self) -> tuple[str, ...]:
         return (self.producer, *self.consumers)
 
+    def __str__(self) -> str:
+        turn = f", the turn after {self.after}" if self.after else ""
+        flaw = ", told differently" if self.twisted else ""
+        lone = f", reaches its {next(iter(self.reaches)).value} only" if len(self.reaches) == 1 else ""
+        sides = f"{self.producer} to {' and '.join(self.consumers)}"
+        return f"{self.mode.value} of {self.tokens} tokens, from {self.need} on, {sides}{turn}{flaw}{lone}"
+
 
 def draw_climate(rng: random.Random, kind: str) -> Climate:
-    """Calm worlds and those of aborts alone have a network that works."""
+    """Calm worlds and those of aborts alone have a network that works, but for messages that come twice."""
     calm = kind in ("calm", "aborts")
     limits = stretched(LIMITS, rng)
     if kind != "calm" and rng.random() < 0.1:
@@ -72,6 +79,7 @@ def draw_climate(rng: random.Random, kind: str) -> Climate:
         op_hangs=0.0 if calm else rng.choice((0.0, 0.1)),
         op_hangs_forever=rng.choice((0.0, 0.1)) if kind == "storm" else 0.0,
         corrupts=0.1 if integrity and not calm and rng.random() < 0.3 else 0.0,
+        duplicates=rng.choice((0.0, 0.0, 0.02, 0.2)),
     )
 
 

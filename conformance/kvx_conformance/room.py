@@ -1,7 +1,8 @@
 """The ground of a simulated world: its clock, its chance, and what is found wrong in it.
 
-Everything that happens is an entry (time, sequence, action) of one heap, and all chance comes
-from one `random.Random`, so a seed replays exactly.
+Everything that happens is an entry (time, sequence, action) of one heap. Chance comes in streams
+that have names and are made from the seed, so a seed replays exactly, and what is left out of a
+world changes nothing that others draw.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from attrs import define, field
+from attrs import define, field, frozen
 
 from kvx_conformance.climate import Climate
+from kvx_conformance.scenarios import Plane
 
 if TYPE_CHECKING:
     from kvx_conformance.fabric import Process
@@ -23,7 +25,6 @@ if TYPE_CHECKING:
 class Clock:
     """The world's time and what is to happen in it."""
 
-    rng: random.Random
     now: float = 0.0
     steps: int = 0
     _heap: list[tuple[float, int, Callable[[], None]]] = field(factory=list)
@@ -47,19 +48,44 @@ class Clock:
         return True
 
 
+@frozen
+class Note:
+    """What happened: a process heard (`<-`) or did (`->`) something, or a sentence about the world."""
+
+    moment: float
+    who: str
+    arrow: str
+    what: object
+
+    def __str__(self) -> str:
+        said = f"{self.who} {self.arrow} {self.what!r}" if self.who else str(self.what)
+        return f"{self.moment:10.4f} {said}"
+
+
+def streams(seed: int) -> Callable[..., random.Random]:
+    """Chance by name: the same name gives the same stream, whatever was drawn under another."""
+    known: dict[tuple[object, ...], random.Random] = {}
+
+    def chance(*name: object) -> random.Random:
+        stream = known.get(name)
+        if stream is None:
+            stream = known[name] = random.Random(" ".join(map(str, (seed, *name))))  # noqa: S311 - a world, not a key
+        return stream
+
+    return chance
+
+
 @define(eq=False)
 class Room:
     """What everything in one world shares."""
 
-    rng: random.Random
+    chance: Callable[..., random.Random]
     climate: Climate
-    trace: Callable[[str], None] | None = None
-    clock: Clock = field(init=False)
+    trace: Callable[[Note], None] | None = None
+    clock: Clock = field(factory=Clock)
     violations: list[str] = field(factory=list)
-    cuts: dict[frozenset[str], tuple[float, bool]] = field(factory=dict)  # instances -> (until, refuses)
-
-    def __attrs_post_init__(self) -> None:
-        self.clock = Clock(self.rng)
+    cuts: dict[tuple[str, str, Plane], float] = field(factory=dict)
+    """(From instance, to instance, plane) -> until when nothing passes."""
 
     def violation(self, text: str) -> None:
         self.violations.append(f"{self.clock.now:.3f}: {text}")
@@ -67,15 +93,15 @@ class Room:
 
     def say(self, text: str) -> None:
         if self.trace:
-            self.trace(f"{self.clock.now:10.4f} {text}")
+            self.trace(Note(self.clock.now, "", "", text))
 
-    def soon(self, act: Callable[[], None]) -> None:
-        self.clock.after(self.rng.expovariate(1 / 0.002), act)
+    def soon(self, rng: random.Random, act: Callable[[], None]) -> None:
+        self.clock.after(rng.expovariate(1 / 0.002), act)
 
-    def delay(self) -> float:
-        return self.rng.expovariate(1 / self.climate.latency_s)
+    def delay(self, rng: random.Random) -> float:
+        return rng.expovariate(1 / self.climate.latency_s)
 
-    def cut_until(self, one: Process, two: Process) -> float | None:
-        """When what lies between two processes lets something pass again; None: it does now."""
-        until, _ = self.cuts.get(frozenset((one.info.instance, two.info.instance)), (0.0, False))
+    def held_until(self, plane: Plane, sender: Process, receiver: Process) -> float | None:
+        """When something can get from one process to the other again; None: it does now."""
+        until = self.cuts.get((sender.info.instance, receiver.info.instance, plane), 0.0)
         return until if self.clock.now < until else None

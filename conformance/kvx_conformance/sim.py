@@ -2,21 +2,24 @@
 
 A world has two or three instances of one to three ranks, a handful of requests, and, except in
 calm worlds, aborts, crashes, cuts and stalls at random moments. What must hold is checked as it
-happens (`oneside`, `toy_engine`) and at rest (`verdict`).
+happens (`oneside`, `toy_engine`) and at rest (`verdict`). All that is to happen is drawn beforehand
+as elements with names, of which a world can be told to play some only (`shrink`).
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from kvx.core.endpoint import Endpoint
 from kvx.core.model import InstanceInfo, Layout, News, Outcome, Role
+from kvx_conformance.climate import Climate
 from kvx_conformance.fabric import Fabric, Process
 from kvx_conformance.ordeal import Ordeal
 from kvx_conformance.plans import blocks_wanted, draw_climate, draw_plans, sized
+from kvx_conformance.room import Note, streams
 from kvx_conformance.toy import Cache, Model, Pool
 from kvx_conformance.toy_engine import Engine, Job
 from kvx_conformance.traffic import Traffic
@@ -25,6 +28,8 @@ from kvx_conformance.verdict import Verdict
 SLACK_S = 2.0
 """Latencies and scheduling on top of what the limits add up to."""
 MAX_STEPS = 150_000
+WEATHER = ("op_fails", "op_hangs", "op_hangs_forever", "corrupts", "duplicates")
+"""What a climate has of chance; each is an element of its world."""
 
 
 @frozen
@@ -38,8 +43,12 @@ class Summary:
     failed: int
     aborts: int
     crashes: int
+    deaths: int
+    restarts: int
     cuts: int
     stalls: int
+    duplicates: int
+    reuses: int
     quarantined: int
     steps: int
     violations: tuple[str, ...]
@@ -56,28 +65,38 @@ class Place:
     engine: Engine = field(init=False)
     disturbed: bool = False
 
+    @property
+    def ranks(self) -> int:
+        return len(self.layouts)
+
     def address(self, rank: int) -> str:
         return f"{self.name}:{7000 + rank}"
 
 
 class World:
-    """One seed's world."""
+    """One seed's world, or what is left of it with `only` these elements."""
 
-    def __init__(self, seed: int, trace: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self, seed: int, trace: Callable[[Note], None] | None = None, only: Collection[str] | None = None
+    ) -> None:
         self.seed = seed
-        self.rng = rng = random.Random(seed)  # noqa: S311 - a world, not a key
+        self.elements: dict[str, str] = {}
+        """All that can be left out: id -> what it is."""
+        self._only = only
+        self.chance = streams(seed)
+        rng = self.chance("world")
         self.kind = rng.choice(("calm", "aborts", "faults", "faults", "storm"))
         self.key = rng.randbytes(16) if rng.random() < 0.5 else b""
-        self.fabric = Fabric(rng, draw_climate(rng, self.kind), trace)
+        self.fabric = Fabric(self.chance, self._weather(draw_climate(self.chance("climate"), self.kind)), trace)
         self.clock = self.fabric.clock
         self.span = rng.uniform(4.0, 20.0)
-        self.stats = dict.fromkeys(("aborts", "crashes", "cuts", "stalls"), 0)
+        self.stats = dict.fromkeys(("aborts", "crashes", "deaths", "restarts", "cuts", "stalls"), 0)
         self.quarantined = 0
         self.engines: list[Engine] = []
         self.jobs: dict[tuple[str, Role, str], tuple[Engine, Job]] = {}
         self.stalled: dict[str, float] = {}
         names = ("red", "blue", "green")[: rng.choice((2, 2, 2, 3))]
-        self.plans = draw_plans(rng, self.kind, names)
+        self.plans = draw_plans(self.chance("plans"), self.kind, names)
         self.places = self._draw_places(names)
         for place in self.places.values():
             self.start(place)
@@ -86,8 +105,20 @@ class World:
         self.ordeal = Ordeal(self)
         self.ordeal.begin()
 
+    def plays(self, element: str, what: str) -> bool:
+        """Name an element of this world; says whether it happens."""
+        self.elements[element] = what
+        return self._only is None or element in self._only
+
+    def _weather(self, drawn: Climate) -> Climate:
+        chances = {name: getattr(drawn, name) for name in WEATHER}
+        left_out = [n for n, c in chances.items() if c and not self.plays(n.replace("_", "-"), f"chance {c}")]
+        still: dict[str, Any] = dict.fromkeys(left_out, 0.0)
+        return evolve(drawn, **still)
+
     def _draw_places(self, names: Sequence[str]) -> dict[str, Place]:
-        rng, model, places = self.rng, Model.draw(self.rng), {}
+        rng, places = self.chance("places"), {}
+        model = Model.draw(rng)
         roomy = self.kind == "calm" or rng.random() < 0.5
         for name in names:
             layouts = model.layouts(rng, 1)
@@ -102,7 +133,7 @@ class World:
 
     def start(self, place: Place) -> Engine:
         """One start of an instance: a new epoch, and nothing left of the old one."""
-        epoch = self.rng.getrandbits(63)
+        epoch = self.chance("epochs", place.name).getrandbits(63)
         processes = []
         caches = tuple(Cache(layout) for layout in place.layouts)
         pool = Pool.of(caches)
@@ -113,7 +144,7 @@ class World:
             endpoint = Endpoint(
                 info,
                 capabilities=lambda _: climate.capabilities,
-                entropy=self.rng.randbytes,
+                entropy=self.chance("entropy", info.peer).randbytes,
                 key=self.key,
                 limits=climate.limits,
                 integrity=climate.integrity,
@@ -155,6 +186,8 @@ class World:
             transfers=len(jobs),
             ok=sum(job.ok(len(engine.processes)) for engine, job in self.jobs.values()),
             failed=sum(job.failed for job in jobs),
+            duplicates=self.fabric.duplicates,
+            reuses=sum(engine.pool.reuses for engine in self.engines),
             quarantined=self.quarantined,
             steps=self.clock.steps,
             violations=tuple(self.fabric.violations),
@@ -173,6 +206,12 @@ class World:
         return (limits.transfer_max_s + last) * 1.01 + self.stalled.get(process, 0.0) + SLACK_S
 
 
-def run_world(seed: int, trace: Callable[[str], None] | None = None) -> Summary:
-    """Live through the world of this seed. Deterministic: the same seed gives the same summary and trace."""
-    return World(seed, trace).run()
+def run_world(seed: int, trace: Callable[[str], None] | None = None, only: Collection[str] | None = None) -> Summary:
+    """Live through the world of this seed. Deterministic: the same seed gives the same summary and trace.
+
+    With `only`, what else the world has does not happen. Raises ValueError for an element it does not have.
+    """
+    world = World(seed, (lambda note: trace(str(note))) if trace else None, only)
+    if unknown := set(only or ()) - world.elements.keys():
+        raise ValueError(f"the world of seed {seed} has no {sorted(unknown)}; it has {', '.join(world.elements)}")
+    return world.run()

@@ -6,7 +6,6 @@ and to pieces of operations.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -35,6 +34,7 @@ from kvx_conformance.actor import JUNK, Actor, Call, Shape, holds, seed_of
 from kvx_conformance.climate import Climate
 from kvx_conformance.fabric import End, Fabric, Process, Wire
 from kvx_conformance.oneside import OneSided, Operation, Pieces
+from kvx_conformance.room import Note, streams
 from kvx_conformance.scenarios import (
     DELAY_S,
     Act,
@@ -203,12 +203,12 @@ class Scripted(OneSided):
     def _land_all(self, op: Operation) -> None:
         op.ended = True
         op.initiator.ops.pop(op.op_id, None)
-        self.fabric.soon(lambda: op.initiator.feed(OpDone(op.op_id, op.post.local.nbytes)))
+        self.fabric.soon(op.rng, lambda: op.initiator.feed(OpDone(op.op_id, op.post.local.nbytes)))
 
     def _fail(self, op: Operation, reason: Reason, detail: str) -> None:
         op.ended = True
         op.initiator.ops.pop(op.op_id, None)
-        self.fabric.soon(lambda: op.initiator.feed(OpFailed(op.op_id, reason, detail)))
+        self.fabric.soon(op.rng, lambda: op.initiator.feed(OpFailed(op.op_id, reason, detail)))
 
 
 @define(eq=False)
@@ -222,13 +222,13 @@ class Rank:
 class Play(Performance):
     """One scenario on simulated endpoints."""
 
-    def __init__(self, scenario: Scenario, pace: float = 1.0, *, trace: Callable[[str], None] | None = None) -> None:
+    def __init__(self, scenario: Scenario, pace: float = 1.0, *, trace: Callable[[Note], None] | None = None) -> None:
         super().__init__(scenario, pace)
         access, fence = (Access.REGION, FenceScope.NONE) if scenario.region_access else (Access.GRANT, FenceScope.PEER)
         capabilities = Capabilities(frozenset(Op), access, fence, cancel=True)
         limits: dict[str, Any] = dict(self.limits)
         climate = Climate(capabilities, Limits(**limits), scenario.integrity, latency_s=0.001)
-        self.stage = Stage(random.Random(1), climate, trace)  # noqa: S311 - latencies, not keys
+        self.stage = Stage(streams(1), climate, trace)
         self.ranks: dict[str, list[Rank]] = {}
         self.tickets: dict[str, Ticket] = {}
 
@@ -259,7 +259,7 @@ class Play(Performance):
 
     def start(self, who: str) -> None:
         shape = self.scenario.shapes[who]
-        epoch = self.stage.rng.getrandbits(63)
+        epoch = self.stage.chance("epochs").getrandbits(63)
         addresses = tuple(f"{who}:{7000 + rank}" for rank in range(shape.ranks))
         self.ranks[who] = []
         for rank in range(shape.ranks):
@@ -270,7 +270,7 @@ class Play(Performance):
         endpoint = Endpoint(
             info,
             capabilities=lambda _: self.stage.climate.capabilities,
-            entropy=self.stage.rng.randbytes,
+            entropy=self.stage.chance("entropy").randbytes,
             key=self.scenario.secrets.get(info.instance, "").encode(),
             limits=self.stage.climate.limits,
             integrity=self.scenario.integrity,

@@ -170,6 +170,9 @@ class Pool:
     caches: tuple[Cache, ...]
     free: list[int]
     owner: dict[int, str] = field(factory=dict)
+    reuses: int = 0
+    """How often a block was taken that another request had had."""
+    _used: set[int] = field(factory=set)
 
     @classmethod
     def of(cls, caches: tuple[Cache, ...]) -> Pool:
@@ -184,6 +187,8 @@ class Pool:
         if sum(counts) > len(self.free):
             return None
         taken = [self.free.pop() for _ in range(sum(counts))]
+        self.reuses += len(self._used.intersection(taken))
+        self._used.update(taken)
         rng.shuffle(taken)
         self.owner.update(dict.fromkeys(taken, owner))
         table, start = [], 0

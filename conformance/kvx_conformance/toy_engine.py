@@ -59,6 +59,8 @@ class Work:
     steps: Steps = Steps.WHOLE
     pace_s: float = 0.05
     queue_s: float = 0.0
+    late_s: float = 0.0
+    """So much later than the scheduler, which makes the ticket, the ranks hear of Expose."""
     stubborn: bool = False
     """Goes on staging after a failure, as an engine does whose step is under way."""
 
@@ -69,6 +71,7 @@ class Job:
 
     work: Work
     started: float
+    rng: random.Random
     first: tuple[int, ...] = ()
     blocks: BlockTable | None = None
     given_back: bool = False
@@ -79,6 +82,7 @@ class Job:
     outcomes: dict[int, Outcome] = field(factory=dict)
     took: dict[int, float] = field(factory=dict)
     released: set[int] = field(factory=set)
+    next_put: dict[int, float] = field(factory=dict)  # rank -> when it has heard all that was put
 
     @property
     def failed(self) -> bool:
@@ -132,7 +136,6 @@ class Engine:
         self.jobs: dict[str, Job] = {}
         self.dead = False
         self.offers: int = 0
-        self._next_put = [0.0] * len(processes)
         self._waiting: list[Callable[[], bool]] = []
 
     @property
@@ -147,7 +150,9 @@ class Engine:
 
     def accept(self, work: Work) -> Job:
         """Take a request; what follows happens by itself."""
-        job = self.jobs[work.transfer] = Job(work, self.fabric.clock.now)
+        job = self.jobs[work.transfer] = Job(
+            work, self.fabric.clock.now, self.fabric.chance("engine", self.name, work.transfer)
+        )
         layout = self.layout
         job.first = first_blocks(layout, work.need, work.tokens)
         if work.claims:
@@ -164,7 +169,7 @@ class Engine:
         if self.dead or job.failed:
             return True
         wanted = counts(self.layout, job.first, job.work.tokens)
-        blocks = self.pool.take(job.work.transfer, wanted, self.fabric.rng)
+        blocks = self.pool.take(job.work.transfer, wanted, job.rng)
         if blocks is None:
             return False
         spoiled = self.pool.spoiled(blocks)
@@ -179,13 +184,13 @@ class Engine:
                     process.cache.fill(work.content, job.first, blocks, None)
             job.staged = True
             event = Expose(work.transfer, work.mode, blocks, job.first, work.tokens, work.lease_s, work.address)
-            self._put_all(job, lambda _: event)
+            self._put_all(job, lambda _: event, work.late_s)
         else:
             self._stage(job, blocks)
         return True
 
     def _stage(self, job: Job, blocks: BlockTable) -> None:
-        work, rng = job.work, self.fabric.rng
+        work, rng = job.work, job.rng
         plans = [parts(p.info.layout, job.first, blocks, work.steps, rng) for p in self.processes]
         rounds = max(map(len, plans))
         left = {rank: len(plan) for rank, plan in enumerate(plans)}
@@ -226,19 +231,20 @@ class Engine:
         self._tidy(job)
         return True
 
-    def _put_all(self, job: Job, make: Callable[[int], EngineEvent]) -> None:
+    def _put_all(self, job: Job, make: Callable[[int], EngineEvent], late_s: float = 0.0) -> None:
         for rank in range(len(self.processes)):
-            self._put(job, rank, make(rank))
+            self._put(job, rank, make(rank), late_s)
 
-    def _put(self, job: Job, rank: int, event: EngineEvent) -> None:
-        """Ranks hear of a step a little apart, each in order."""
+    def _put(self, job: Job, rank: int, event: EngineEvent, late_s: float = 0.0) -> None:
+        """Ranks hear of a step a little apart, each in the order of its job."""
         now = self.fabric.clock.now
         if not isinstance(event, Abort):
             job.called.setdefault(rank, now)
         if isinstance(event, Expose | Stage):
             job.handed.add(rank)
-        self._next_put[rank] = max(self._next_put[rank] + 1e-6, now + self.fabric.rng.expovariate(1 / 0.002))
-        self.fabric.clock.at(self._next_put[rank], lambda: self.processes[rank].feed(event))
+        moment = max(job.next_put.get(rank, 0.0) + 1e-6, now + late_s + job.rng.expovariate(1 / 0.002))
+        job.next_put[rank] = moment
+        self.fabric.clock.at(moment, lambda: self.processes[rank].feed(event))
 
     # ---------------------------------------------------------------- the news
 
@@ -273,7 +279,7 @@ class Engine:
         if outcome.ok and job.given_back:
             self.fabric.violation(f"{transfer} is ok at {process.name}, whose blocks were taken back")
         if not outcome.ok and not job.aborted and not job.work.stubborn:
-            delay = self.fabric.rng.expovariate(1 / 0.01)
+            delay = job.rng.expovariate(1 / 0.01)
             self.fabric.clock.after(delay, lambda: self._spread_failure(job))
 
     def _spread_failure(self, job: Job) -> None:

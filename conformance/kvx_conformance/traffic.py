@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from attrs import define
+from attrs import define, field, frozen
 
 from kvx.core import wire
 from kvx.core.model import Grant, Mode, Peer, Reason, Role, Ticket
@@ -16,27 +16,49 @@ if TYPE_CHECKING:
     from kvx_conformance.sim import World
 
 
+@frozen
+class GivenUp:
+    """One side's engine gives a request up, so long after the request has come."""
+
+    name: str
+    after: float
+    reason: Reason
+
+
 @define(eq=False)
 class Traffic:
     """All requests of one world."""
 
     _world: World
+    _aborts: dict[str, GivenUp] = field(factory=dict)
 
     def begin(self) -> None:
-        """Schedule every first turn."""
+        """Draw who gives up what, and schedule every first turn."""
         for plan in self._world.plans:
-            if plan.after is None:
-                self.schedule(plan, self._world.rng.uniform(0.0, self._world.span))
+            self._draw_abort(plan)
+            if self._world.plays(plan.transfer, str(plan)) and plan.after is None:
+                self._schedule(plan, self._world.chance("request", plan.transfer).uniform(0.0, self._world.span))
+
+    def _draw_abort(self, plan: Plan) -> None:
+        rng = self._world.chance("abort", plan.transfer)
+        if self._world.kind == "calm" or rng.random() > 0.45:
+            return
+        after = rng.choice((rng.uniform(0.0, 0.5), rng.uniform(0.0, 8.0)))
+        abort = GivenUp(rng.choice(plan.names), after, rng.choice((Reason.ABORTED, Reason.PREEMPTED)))
+        what = f"{abort.name} gives {plan.transfer} up ({abort.reason.value}) after {abort.after:.2f} s"
+        if self._world.plays(f"abort-{plan.transfer}", what):
+            self._aborts[plan.transfer] = abort
 
     def ended_well(self, transfer: str) -> None:
         """The consumer's engine has all of it: the next turn goes the other way."""
         for plan in self._world.plans:
-            if plan.after == transfer:
-                self.schedule(plan, self._world.clock.now + self._world.rng.uniform(0.0, 0.5))
+            if plan.after == transfer and self._world.plays(plan.transfer, str(plan)):
+                pause = self._world.chance("request", plan.transfer).uniform(0.0, 0.5)
+                self._schedule(plan, self._world.clock.now + pause)
 
-    def schedule(self, plan: Plan, start: float) -> None:
+    def _schedule(self, plan: Plan, start: float) -> None:
         """Both sides hear of it some time apart; in pull the consumer only after the ticket is made."""
-        rng, limits = self._world.rng, self._world.fabric.climate.limits
+        rng, limits = self._world.chance("request", plan.transfer), self._world.fabric.climate.limits
         apart = rng.choice((0.0, 0.05, 0.3 * limits.lease_s))
         if plan.mode is Mode.PUSH:
             if Role.PRODUCER in plan.reaches:
@@ -48,16 +70,15 @@ class Traffic:
                 self._world.clock.at(at, lambda: self._work(plan, Role.CONSUMER, plan.consumers[0]))
         else:
             self._world.clock.at(start, lambda: self._work(plan, Role.PRODUCER, plan.producer))
-        if self._world.kind != "calm" and rng.random() < 0.45:
-            name = rng.choice((plan.producer, *plan.consumers))
-            moment = start + rng.choice((rng.uniform(0.0, 0.5), rng.uniform(0.0, 8.0)))
-            self._world.clock.at(moment, lambda: self._abort(plan, name))
+        abort = self._aborts.get(plan.transfer)
+        if abort is not None:
+            self._world.clock.at(start + abort.after, lambda: self._abort(plan, abort))
 
     def _work(self, plan: Plan, role: Role, name: str, ticket: Ticket | None = None) -> None:
         engine = self._world.places[name].engine
         if engine.dead:
             return
-        rng, limits = self._world.rng, self._world.fabric.climate.limits
+        rng, limits = self._world.chance("work", plan.transfer, role.value, name), self._world.fabric.climate.limits
         claims = rng.random() < 0.4 and (plan.mode is Mode.PUSH or role is Role.CONSUMER)
         address = (
             self._world.places[plan.producer].address(0) if plan.mode is Mode.PUSH and role is Role.CONSUMER else None
@@ -79,11 +100,12 @@ class Traffic:
             steps=rng.choice(tuple(Steps)),
             pace_s=rng.choice((0.01, 0.1, 1.0)),
             queue_s=queue,
+            late_s=rng.choice((0.0, 0.0, 0.0, 0.3)),
             stubborn=rng.random() < 0.2,
         )
         job = engine.accept(work)
         self._world.jobs[(plan.transfer, role, name)] = (engine, job)
-        self._world.ordeal.moving(plan)
+        self._world.ordeal.moving(plan, role)
         if plan.mode is Mode.PULL and role is Role.PRODUCER and Role.CONSUMER in plan.reaches:
             self._await_ticket(plan, engine, job)
 
@@ -108,12 +130,13 @@ class Traffic:
             address=info.address,
         )
         ticket = wire.parse_ticket(wire.ticket_text(wire.make_ticket(grant, self._world.key)))
+        rng = self._world.chance("router", plan.transfer)
         for name in plan.consumers:
-            delay = self._world.rng.choice((0.0, 0.01, self._world.rng.uniform(0.0, 0.4) * job.work.lease_s))
+            delay = rng.choice((0.0, 0.01, rng.uniform(0.0, 0.4) * job.work.lease_s))
             self._world.clock.after(delay, partial(self._work, plan, Role.CONSUMER, name, ticket))
 
-    def _abort(self, plan: Plan, name: str) -> None:
-        engine = self._world.places[name].engine
+    def _abort(self, plan: Plan, abort: GivenUp) -> None:
+        engine = self._world.places[abort.name].engine
         if not engine.dead:
-            reason = self._world.rng.choice((Reason.ABORTED, Reason.PREEMPTED))
-            self._world.stats["aborts"] += engine.abort(plan.transfer, reason, at_once=reason is Reason.PREEMPTED)
+            at_once = abort.reason is Reason.PREEMPTED
+            self._world.stats["aborts"] += engine.abort(plan.transfer, abort.reason, at_once=at_once)

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import permutations
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,9 @@ import pytest
 from kvx_conformance.commands import sim
 from kvx_conformance.fabric import Process
 from kvx_conformance.oneside import OneSided, Operation
-from kvx_conformance.sim import run_world
+from kvx_conformance.room import Note
+from kvx_conformance.scenarios import Plane
+from kvx_conformance.sim import World, run_world
 
 CHUNK = 15
 
@@ -26,7 +29,7 @@ def test_worlds_hold(first: int) -> None:
 
 def test_all_kinds_of_fault_happen() -> None:
     worlds = [run_world(seed) for seed in range(60)]
-    for name in ("ok", "failed", "aborts", "crashes", "cuts", "stalls"):
+    for name in ("ok", "failed", "aborts", "crashes", "deaths", "restarts", "cuts", "stalls", "duplicates", "reuses"):
         assert sum(getattr(world, name) for world in worlds) >= 10, name
     assert {world.kind for world in worlds} == {"calm", "aborts", "faults", "storm"}
 
@@ -86,11 +89,45 @@ def test_a_byte_that_comes_after_its_blocks_were_freed_is_seen(monkeypatch: pyte
         post(self, process, action)  # type: ignore[arg-type]
         for op_id in set(process.ops) - before:
             op = process.ops[op_id]
-            self.fabric.soon(lambda op=op: early(self, op))  # type: ignore[misc]
+            self.fabric.soon(op.rng, lambda op=op: early(self, op))  # type: ignore[misc]
 
     monkeypatch.setattr(OneSided, "post", impatient)
     texts = [text for seed in range(40) for text in run_world(seed).violations]
     assert any("landed in blocks" in text or "while nobody owned them" in text for text in texts)
+
+
+def test_a_cut_of_one_direction_lets_the_other_one_pass() -> None:
+    world = World(2)
+    red, blue = (world.places[name].engine.processes[0] for name in ("red", "blue"))
+    world.fabric.cut([("red", "blue")], [Plane.CONTROL], 5.0)
+    passing = {
+        (plane, way[0]): world.fabric.held_until(plane, *way) for plane in Plane for way in permutations((red, blue))
+    }
+    assert {key for key, until in passing.items() if until is not None} == {(Plane.CONTROL, red)}
+
+
+def test_cuts_of_every_kind_happen() -> None:
+    said: list[str] = []
+
+    def note(what: Note) -> None:
+        if not what.who:
+            said.append(str(what.what))
+
+    for seed in range(400):
+        world = World(seed, note)
+        if world.kind == "storm":
+            world.run()
+    cuts = {(line.split(" from ")[0], line.count(" to ")) for line in said if line.startswith("CUT")}
+    planes = ("connection", "control", "data", "control and data")
+    assert cuts == {(f"CUT of {what}", ways) for what in planes for ways in (1, 2)}
+
+
+def test_messages_that_come_twice_are_harmless() -> None:
+    """In a calm world all that is asked for ends well, however often each message comes."""
+    doubled = [seed for seed in range(400) if (world := World(seed)).kind == "calm" and "duplicates" in world.elements]
+    summaries = [run_world(seed) for seed in doubled[:25]]
+    assert sum(summary.duplicates for summary in summaries) > 100
+    assert not [summary.violations for summary in summaries if summary.violations]
 
 
 def test_the_command_writes_its_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,6 +135,7 @@ def test_the_command_writes_its_report(tmp_path: Path, capsys: pytest.CaptureFix
     assert sim(["--first", "5", "--seeds", "4", "--json", str(file)]) == 0
     report = json.loads(file.read_text())
     assert (report["schema"], report["worlds"], report["violations"]) == ("kvx.sim/1", 4, [])
+    assert {"restarts", "duplicates", "reuses", "deaths"} <= report.keys()
     assert report["transfers"] == report["ok"] + report["failed"] or report["transfers"] > 0
     assert "4 worlds" in capsys.readouterr().err
 
