@@ -177,6 +177,9 @@ class OneSided:
         writes = op.op is Op.WRITE
         owner = op.target if writes else op.initiator
         blocks = owner.cache.blocks_of((there if writes else here, size) for here, there, size in batch)
+        if self.fabric.trace and batch:
+            landed = Landed(op.op, op.op_id, op.transfer, tuple(sorted(blocks)))
+            self.fabric.trace(Note(self.fabric.clock.now, owner.name, "--", landed))
         strangers = {owner.pool.owner.get(block, "nobody") for block in blocks} - {op.transfer}
         if strangers:
             kind = "WRITE" if writes else "READ"
@@ -190,9 +193,6 @@ class OneSided:
                 theirs[:] = mine
             else:
                 mine[:] = theirs
-        if self.fabric.trace:
-            landed = Landed(op.op, op.op_id, op.transfer, tuple(sorted(blocks)))
-            self.fabric.trace(Note(self.fabric.clock.now, owner.name, "--", landed))
         if batch and self.fabric.climate.corrupts and op.rng.random() < self.fabric.climate.corrupts:
             here, there, _ = batch[0]
             memory, at = (op.target.cache.memory, there) if writes else (op.initiator.cache.memory, here)
