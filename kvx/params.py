@@ -7,7 +7,9 @@ never raises.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import hashlib
+from array import array
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from attrs import frozen
@@ -40,12 +42,18 @@ class Produce:
 
 @frozen
 class Consume:
-    """Take this request's blocks from another instance: by ticket (pull) or from `address` (push)."""
+    """Take this request's blocks from another instance: by ticket (pull) or from `address` (push).
+
+    `tokens`: the producer of a push has only so many of the prompt's tokens (a conversation's earlier
+    turns). `prompt`: digest of the tokens that the ticket was made for.
+    """
 
     mode: Mode
     transfer: str
     ticket: Ticket | None = None
     address: str | None = None
+    tokens: int | None = None
+    prompt: str | None = None
 
 
 @frozen
@@ -78,8 +86,13 @@ def read_params(params: object, mode: str, read_ticket: ReadTicket, may_dial: Ma
 
 
 def _produce(kvx: Mapping[str, Any], allowed: str) -> Produce | Fault:
-    # A consumer of this turn may be the producer of the next one: then `kvx` speaks of the turn that it consumes.
-    push = kvx.get("mode") == "push" and "from" not in kvx
+    # Who takes blocks may hand them on: then `kvx` speaks of what it takes, `kvx.next` of the rest, by default pull.
+    if "ticket" in kvx or "from" in kvx:
+        following = kvx.get("next", {})
+        if not isinstance(following, Mapping):
+            return Fault(Reason.OTHER, f"kvx.next is a {type(following).__name__}, not an object")
+        kvx = following
+    push = kvx.get("mode") == "push"
     if fault := _mode_fault(kvx, "push" if push else "pull", allowed):
         return fault
     if not push:
@@ -104,7 +117,10 @@ def _consume(kvx: Mapping[str, Any], allowed: str, read_ticket: ReadTicket, may_
         return Fault(Reason.AUTH, str(error))
     if not may_dial(ticket.grant.address):
         return Fault(Reason.AUTH, f"the ticket's address {ticket.grant.address} is not in option peers")
-    return Consume(Mode.PULL, ticket.grant.transfer, ticket=ticket)
+    prompt = kvx.get("prompt")
+    if not isinstance(prompt, str | None):
+        return Fault(Reason.OTHER, f"kvx.prompt is a {type(prompt).__name__}, not a text")
+    return Consume(Mode.PULL, ticket.grant.transfer, ticket=ticket, prompt=prompt)
 
 
 def _consume_push(kvx: Mapping[str, Any], may_dial: MayDial) -> Consume | Fault:
@@ -118,7 +134,10 @@ def _consume_push(kvx: Mapping[str, Any], may_dial: MayDial) -> Consume | Fault:
         return Fault(Reason.OTHER, f"kvx.from is {str(address)[:80]!r}, not HOST:PORT of a prefill instance")
     if not may_dial(str(address)):
         return Fault(Reason.AUTH, f"kvx.from is {address}, which is not in option peers")
-    return Consume(Mode.PUSH, transfer, address=str(address))
+    tokens = kvx.get("tokens")
+    if tokens is not None and not (type(tokens) is int and tokens > 0):
+        return Fault(Reason.OTHER, f"kvx.tokens is {str(tokens)[:80]!r}, not a number of tokens")
+    return Consume(Mode.PUSH, transfer, address=str(address), tokens=tokens)
 
 
 def _mode_fault(kvx: Mapping[str, Any], mode: str, allowed: str) -> Fault | None:
@@ -158,8 +177,16 @@ def told(end: End | None) -> dict[str, Any]:
     return answer if end.ok else {**answer, "reason": (end.reason or Reason.OTHER).value, "detail": end.detail}
 
 
-def offer(ticket: str) -> dict[str, Any]:
-    """A producer's answer in pull, in upstream's keys and kvx's own: it goes to the consumer as it is."""
+def prompt_digest(tokens: Iterable[int]) -> str:
+    """What a producer says of its tokens, so that a consumer never takes the blocks of another prompt."""
+    return hashlib.sha256(array("q", tokens).tobytes()).hexdigest()[:32]
+
+
+def offer(ticket: str, prompt: str | None = None) -> dict[str, Any]:
+    """A producer's answer in pull, in upstream's keys and kvx's own: it goes to the consumer as it is.
+
+    `prompt`: the digest of the tokens whose blocks are offered.
+    """
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
@@ -167,7 +194,7 @@ def offer(ticket: str) -> dict[str, Any]:
         "remote_block_ids": None,
         "remote_host": None,
         "remote_port": None,
-        "kvx": {"ticket": ticket},
+        "kvx": {"ticket": ticket} if prompt is None else {"ticket": ticket, "prompt": prompt},
     }
 
 

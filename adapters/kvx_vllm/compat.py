@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -14,8 +15,11 @@ from vllm.v1.request import RequestStatus
 
 from kvx.core.errors import ConfigError
 from kvx_vllm.layout import CacheTensor, GroupFacts, ModelFacts
-from kvx_vllm.records import Scheduled
+from kvx_vllm.records import Scheduled, Traits
 
+# vLLM names sequences of one request 0_ID, 1_ID, and the prompts of one completion cmpl-ID-0-SUFFIX, cmpl-ID-1-SUFFIX.
+_CHILD = re.compile(r"(\d+)_")
+_BATCHED = re.compile(r"(?:\d+_)?cmpl-.*-(\d+)-[0-9a-f]{8}$")
 _COMPLETED = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
 
@@ -114,6 +118,22 @@ def agree_on_epoch() -> int:
     if group.world_size > 1:
         torch.distributed.broadcast(epoch, src=group.ranks[0], group=group.cpu_group)
     return int(epoch.item())
+
+
+def traits(request: Any) -> Traits:
+    """Of which kind a request is: the keys under which vLLM's prefix cache tells requests apart, and its siblings."""
+    obstacle = None
+    if request.lora_request is not None:
+        obstacle = "kvx for vLLM does not transfer requests with a LoRA adapter: their blocks hold its weights' values"
+    elif request.mm_features:
+        obstacle = "kvx for vLLM does not transfer multimodal requests: equal tokens may stand for other inputs"
+    elif request.prompt_token_ids is None or request.prompt_embeds is not None:
+        obstacle = "kvx for vLLM does not transfer prompts that are embeddings"
+    name = request.request_id
+    child = _CHILD.match(name)
+    batched = _BATCHED.match(name)
+    first = (child is None or child[1] == "0") and (batched is None or batched[1] == "0")
+    return Traits(obstacle, child is not None, first)
 
 
 def completed(request: Any) -> bool:

@@ -19,13 +19,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvx.config import Options
-from kvx.core.errors import KvxError
+from kvx.core.errors import ConfigError, KvxError
 from kvx.instance import make_ticket, open_instance, read_ticket
 from kvx_vllm import compat
 from kvx_vllm.layout import describe
 from kvx_vllm.metadata import Plan, WorkerReport
 from kvx_vllm.records import Identity
 from kvx_vllm.scheduler import SchedulerHalf
+from kvx_vllm.stats import KvxMetrics, KvxStats
 from kvx_vllm.versions import check_version
 from kvx_vllm.worker import WorkerHalf
 
@@ -145,6 +146,8 @@ class KvxConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         first = metadata[min(metadata)]
+        if not isinstance(first, KvxHandshake):  # in a MultiConnector vLLM passes on the first connector's only
+            _refuse(ConfigError("in a MultiConnector name KvxConnector before every connector that has a handshake"))
         dp_size, dp_rank = compat.data_parallel(self._vllm_config)
         identity = Identity(first.epoch, first.fingerprint, len(metadata), dp_rank, dp_size)
         options = self._options
@@ -158,7 +161,7 @@ class KvxConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )
 
     def on_new_request(self, request: Any) -> None:
-        self._scheduler.on_new_request(request)
+        self._scheduler.on_new_request(request, compat.traits(request))
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         return self._scheduler.matched_tokens(request, num_computed_tokens)
@@ -179,6 +182,25 @@ class KvxConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         connector_output.finished_recving = self._scheduler.loaded(
             connector_output.finished_recving or (), connector_output.failed_recving or ()
         )
+
+    def get_kv_connector_stats(self) -> KvxStats | None:
+        """vLLM asks workers and scheduler; the scheduler's half knows the outcome over all ranks."""
+        data = None if self._scheduler_half is None else self._scheduler_half.take_stats()
+        return None if data is None else KvxStats(data)
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvxStats:
+        return KvxStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[type, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KvxMetrics:
+        return KvxMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def has_pending_push_work(self) -> bool:
         return self._scheduler_half is not None and self._scheduler_half.busy

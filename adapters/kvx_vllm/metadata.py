@@ -63,10 +63,14 @@ class Ended:
 
 @frozen
 class WorkerReport:
-    """Outcomes by transfer, and for each transfer how many ranks have released its blocks."""
+    """Outcomes by transfer, and for each transfer how many ranks have released its blocks.
+
+    `told`: requests of which this worker has told vLLM that their load is over.
+    """
 
     ended: Mapping[str, Ended] = field(factory=dict)
     released: Mapping[str, int] = field(factory=dict)
+    told: frozenset[str] = frozenset()
 
     def merged(self, other: WorkerReport) -> WorkerReport:
         ended = dict(self.ended)
@@ -74,4 +78,4 @@ class WorkerReport:
             ended[transfer] = ended[transfer].merged(end) if transfer in ended else end
         names = {**self.released, **other.released}
         released = {name: self.released.get(name, 0) + other.released.get(name, 0) for name in names}
-        return WorkerReport(ended, released)
+        return WorkerReport(ended, released, self.told | other.told)

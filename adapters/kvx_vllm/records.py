@@ -23,6 +23,10 @@ class EngineRequest(Protocol):
     def num_prompt_tokens(self) -> int: ...
     @property
     def num_computed_tokens(self) -> int: ...
+    @property
+    def prompt_token_ids(self) -> Sequence[int] | None: ...
+    @property
+    def all_token_ids(self) -> Sequence[int]: ...
 
 
 class BlockPins(Protocol):
@@ -36,6 +40,22 @@ class BlockPins(Protocol):
     def free(self) -> int: ...
     @property
     def total(self) -> int: ...
+
+
+@frozen
+class Traits:
+    """What vLLM's Request tells of itself beyond its tokens.
+
+    `obstacle`: a sentence, why its blocks cannot be transferred. `siblings`: the client's request is
+    several of vLLM's, which all have its parameters; `first`: this is the one that they are meant for.
+    """
+
+    obstacle: str | None = None
+    siblings: bool = False
+    first: bool = True
+
+
+PLAIN = Traits()
 
 
 @frozen
@@ -78,6 +98,8 @@ class Transfer:
     released: int = 0
     """How many ranks have said Released."""
     freed: bool = False
+    blocks: int = 0
+    """How many blocks were handed over."""
     request_gone: bool = False
     end: Ended | None = None
 

@@ -15,6 +15,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from attrs import evolve
+
 from kvx.config import Options
 from kvx.core.events import Abort, Claim, EngineEvent, Expose, Stage
 from kvx.core.model import BlockTable, Mode, Part, Reason, Role
@@ -26,13 +28,26 @@ from kvx.params import (
     Wish,
     no_offer,
     offer,
+    prompt_digest,
     read_params,
     told,
     used_before,
 )
 from kvx.used import UsedIds
 from kvx_vllm.metadata import Ended, Plan, Ready, WorkerReport
-from kvx_vllm.records import BlockPins, EngineRequest, Identity, Load, MakeTicket, Scheduled, Send, Transfer
+from kvx_vllm.records import (
+    PLAIN,
+    BlockPins,
+    EngineRequest,
+    Identity,
+    Load,
+    MakeTicket,
+    Scheduled,
+    Send,
+    Traits,
+    Transfer,
+)
+from kvx_vllm.tally import Levels, Tally
 
 # vLLM configures handlers for loggers below "vllm" only.
 logger = logging.getLogger("vllm.kvx.scheduler")
@@ -67,16 +82,32 @@ class SchedulerHalf:
         self._events: list[EngineEvent] = []
         self._begun: list[tuple[str, str]] = []
         self._refused: list[str] = []
+        self._told: set[str] = set()
         # Longer than the endpoint remembers a finished transfer.
         self._used = UsedIds(4 * options.lease_s + options.transfer_max_s, clock)
         self.counters: Counter[str] = Counter()
+        self.tally = Tally()
 
     # ------------------------------------------------------------ a request arrives
 
-    def on_new_request(self, request: EngineRequest) -> None:
+    def on_new_request(self, request: EngineRequest, traits: Traits = PLAIN) -> None:
         options = self._options
         wish = read_params(request.kv_transfer_params, options.mode, self._read_ticket, options.may_dial)
-        self._remember(request, wish)
+        self._remember(request, self._possible(wish, traits))
+
+    def _possible(self, wish: Wish, traits: Traits) -> Wish:
+        """What of it can be done for a request of this kind."""
+        produce, consume = wish.produce, wish.consume
+        if traits.obstacle is not None:
+            fault = Fault(Reason.OTHER, traits.obstacle)
+            if isinstance(consume, Consume):
+                # Nobody will take the blocks: the producer need not wait for its lease.
+                self._events.append(Abort(consume.transfer, ticket=consume.ticket, address=consume.address))
+            return evolve(wish, produce=produce and fault, consume=consume and fault)
+        if traits.siblings and produce is not None:
+            produce = Fault(Reason.OTHER, "n is more than 1: a prefill leg has to ask for one sequence")
+        # A ticket is good for one of them. The others compute by themselves, or find the blocks in the prefix cache.
+        return evolve(wish, produce=produce, consume=consume if traits.first else None)
 
     def _remember(self, request: EngineRequest, wish: Wish) -> None:
         if wish.probe:
@@ -88,15 +119,27 @@ class SchedulerHalf:
 
     def _new_load(self, request: EngineRequest, wish: Consume | Fault) -> Load:
         prompt = request.num_prompt_tokens
-        if isinstance(wish, Consume) and self._is_used(wish.transfer):
-            wish = used_before(wish.transfer)
+        if isinstance(wish, Consume):
+            wish = self._refusal(request, wish) or wish
         if isinstance(wish, Fault):
             logger.warning("kvx: request %s is not loaded: %s", request.request_id, wish.detail)
+            self.tally.refused(wish.reason)
             return Load(wish, prompt, prompt)
         transfer = Transfer(wish.transfer, wish.mode, Role.CONSUMER, request.request_id, wish.ticket, wish.address)
         self._transfers[transfer.id] = transfer
         self._events.append(Claim(transfer.id, transfer.mode, ticket=wish.ticket, address=wish.address))
-        return Load(transfer, prompt, prompt if wish.ticket is None else min(prompt, wish.ticket.grant.tokens))
+        return Load(transfer, prompt, min(prompt, _tokens(wish) or prompt))
+
+    def _refusal(self, request: EngineRequest, wish: Consume) -> Fault | None:
+        if self._is_used(wish.transfer):
+            return used_before(wish.transfer)
+        if wish.prompt is not None:
+            own = (request.prompt_token_ids or ())[: _tokens(wish)]
+            # vLLM submits a refused request as prompt [0], only to abort it: that has to end the transfer.
+            if wish.prompt != prompt_digest(own) and request.num_prompt_tokens > 1:
+                detail = "the ticket was made for another prompt: both legs have to send the same one"
+                return Fault(Reason.OTHER, detail)
+        return None
 
     def _is_used(self, transfer: str) -> bool:
         """An id is good for one transfer: kvx answers each of them once."""
@@ -108,6 +151,7 @@ class SchedulerHalf:
             wish = used_before(wish.transfer)
         if isinstance(wish, Fault):
             logger.warning("kvx: request %s is not offered: %s", request.request_id, wish.detail)
+            self.tally.refused(wish.reason)
             return Send(wish, request.num_prompt_tokens, ready)
         if wish.mode is Mode.PULL:
             return Send(None, request.num_prompt_tokens, ready)
@@ -165,6 +209,7 @@ class SchedulerHalf:
     def _hand_over(self, transfer: Transfer, table: BlockTable) -> None:
         if not table.empty:
             transfer.handed = True
+            transfer.blocks += len(table)
             self._pins.hold(transfer.id, (block for group in table.groups for block in group))
 
     # ------------------------------------------------------------ a step
@@ -211,11 +256,18 @@ class SchedulerHalf:
     # ------------------------------------------------------------ what the workers report
 
     def loaded(self, finished: Iterable[str], failed: Iterable[str]) -> set[str]:
-        """Those of vLLM's `finished_recving` that it really waits for: it dies of any other."""
+        """Those of vLLM's `finished_recving` that it really waits for: it dies of any other.
+
+        Requests that kvx's workers have not told are another connector's, in a MultiConnector.
+        """
         lost = set(failed)
         kept = set()
         for request_id in finished:
             load = self._loads.get(request_id)
+            own = request_id in self._told
+            self._told.discard(request_id)
+            if load is None and not own:
+                kept.add(request_id)
             if load is None or not load.awaited:
                 continue
             load.awaited = False
@@ -246,12 +298,22 @@ class SchedulerHalf:
             if transfer.released >= self._identity.ranks:
                 transfer.freed = True
                 self._pins.drop(name)
+        self._told |= report.told
         for name in {**report.ended, **report.released}:
             self._forget(self._transfers.get(name))
 
     def _count(self, transfer: Transfer, end: Ended) -> None:
         self.counters[f"{transfer.role.value}_{'ok' if end.ok else 'failed'}"] += 1
         self.counters[f"{transfer.role.value}_bytes"] += end.bytes if end.ok else 0
+        self.tally.ended(transfer.mode, transfer.role, end)
+        kind = f"{transfer.mode.value} as {transfer.role.value}"
+        if end.ok:
+            text = "kvx: transfer %s of request %s ok: %s, %d bytes, %.4f s"
+            logger.info(text, transfer.id, transfer.request_id, kind, end.bytes, end.seconds)
+        else:
+            reason = (end.reason or Reason.OTHER).value
+            text = "kvx: transfer %s of request %s failed: %s, %s (%s)"
+            logger.warning(text, transfer.id, transfer.request_id, kind, reason, end.detail)
 
     def _failed(self, transfer: Transfer) -> None:
         """A rank has failed: the others are stopped, and a producer that still stages is done with it."""
@@ -282,7 +344,10 @@ class SchedulerHalf:
             answer["kvx"] = {**answer.get("kvx", {}), **self._finish_load(request.request_id, load)}
         send = self._sends.pop(request.request_id, None)
         if send is not None:
+            loaded = answer.pop("kvx", None)
             answer |= self._finish_send(request, send, blocks, completed)
+            if loaded is not None:
+                answer["kvx"] = {**answer.get("kvx", {}), "loaded": loaded}
         return answer or None
 
     def _finish_load(self, request_id: str, load: Load) -> dict[str, Any]:
@@ -324,13 +389,16 @@ class SchedulerHalf:
         pins = self._pins
         if pins.held + len(table) > self._options.max_held_fraction * pins.total:
             detail = f"{pins.held} of {pins.total} blocks are held for transfers (option max_held_fraction)"
+            logger.warning("kvx: request %s is not offered: %s", request.request_id, detail)
+            self.tally.refused(Reason.NO_CAPACITY)
             return no_offer(Fault(Reason.NO_CAPACITY, detail))
         transfer = Transfer(secrets.token_hex(16), Mode.PULL, Role.PRODUCER, request.request_id, request_gone=True)
         self._transfers[transfer.id] = transfer
         self._hand_over(transfer, table)
         first = (0,) * len(self._sizes)
         self._events.append(Expose(transfer.id, Mode.PULL, table, first, tokens, self._options.lease_s))
-        return offer(self._make_ticket(transfer=transfer.id, first=first, blocks=table, tokens=tokens))
+        ticket = self._make_ticket(transfer=transfer.id, first=first, blocks=table, tokens=tokens)
+        return offer(ticket, prompt_digest(request.all_token_ids[:tokens]))
 
     def _probe(self, own_blocks: Sequence[Sequence[int]]) -> dict[str, Any]:
         identity = self._identity
@@ -350,7 +418,18 @@ class SchedulerHalf:
             "open": len(self._transfers),
         }
 
+    def take_stats(self) -> dict[str, Any] | None:
+        """What has happened since the last call, for vLLM's metrics; None: nothing."""
+        unproven = [end for end in self._transfers.values() if end.end is not None and not end.end.ok and not end.freed]
+        quarantined = sum(transfer.blocks for transfer in unproven)
+        return self.tally.take(Levels(len(self._transfers), self._pins.held, quarantined))
+
     def _forget(self, transfer: Transfer | None) -> None:
         if transfer is not None and transfer.over:
             del self._transfers[transfer.id]
             self._used.add(transfer.id)
+
+
+def _tokens(wish: Consume) -> int | None:
+    """How many of the prompt's tokens the producer has; None: all of them."""
+    return wish.tokens if wish.ticket is None else wish.ticket.grant.tokens

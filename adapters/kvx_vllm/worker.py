@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from attrs import frozen
 
 from kvx.core.events import EngineEvent, Stage
-from kvx.core.model import BlockTable, Layout, Mode, Outcome, Part, Released, Role
+from kvx.core.model import BlockTable, Layout, Mode, Outcome, Part, Reason, Released, Role
 from kvx.engine import EngineInstance
 from kvx_vllm.metadata import Ended, Plan, Ready, WorkerReport
 
@@ -111,7 +111,7 @@ class WorkerHalf:
                 _log(news, request)
             elif isinstance(news, Released):
                 released[news.transfer] = 1
-        self._report = self._report.merged(WorkerReport(ended, released))
+        self._report = self._report.merged(WorkerReport(ended, released, frozenset(finished)))
         return Results(frozenset(finished), frozenset(failed))
 
     def _remember(self, outcome: Outcome) -> None:
@@ -122,7 +122,7 @@ class WorkerHalf:
 
     def take_report(self) -> WorkerReport | None:
         report, self._report = self._report, WorkerReport()
-        return report if report.ended or report.released else None
+        return None if report == WorkerReport() else report
 
     def snapshot(self) -> Mapping[str, object]:
         return self._instance.snapshot()
@@ -144,9 +144,6 @@ def _ended(outcome: Outcome) -> Ended:
 
 
 def _log(outcome: Outcome, request: str | None) -> None:
-    if outcome.ok:
-        logger.info("kvx: transfer %s ok, %d bytes, %.4f s", outcome.transfer, outcome.bytes, outcome.seconds)
-        return
-    reason = "other" if outcome.reason is None else outcome.reason.value
-    whose = f" of request {request}" if request else ""
-    logger.warning("kvx: transfer %s%s failed: %s (%s)", outcome.transfer, whose, reason, outcome.detail)
+    # The scheduler's half tells it once for all ranks; this is for whoever looks for one of them.
+    reason = "ok" if outcome.ok else (outcome.reason or Reason.OTHER).value
+    logger.debug("kvx: transfer %s, request %s, this rank: %s (%s)", outcome.transfer, request, reason, outcome.detail)

@@ -27,6 +27,14 @@ class Request:
     num_prompt_tokens: int
     num_computed_tokens: int = 0
 
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return list(range(self.num_prompt_tokens))
+
+    @property
+    def all_token_ids(self) -> list[int]:
+        return list(range(self.num_prompt_tokens + 8))
+
 
 @define
 class Pins:
@@ -332,13 +340,16 @@ def test_abort_of_a_load_is_still_answered_to_vllm_once() -> None:
     assert isinstance(abort, Abort)
     assert half.pins.held == 4
     half.outcome("t1", ok=False, reason=Reason.ABORTED)
-    assert half.loaded({"r1"}, ()) == {"r1"}
-    assert half.loaded({"r1"}, ()) == set()
+    for expected in ({"r1"}, set()):
+        half.report(WorkerReport(told=frozenset({"r1"})))
+        assert half.loaded({"r1"}, ()) == expected
     assert not busy(half)
 
 
-def test_unknown_requests_are_never_reported() -> None:
-    assert Half().loaded({"somebody"}, {"somebody"}) == set()
+def test_loads_of_another_connector_are_passed_on_and_kvxs_own_only_once() -> None:
+    half = Half()
+    half.report(WorkerReport(told=frozenset({"gone"})))
+    assert half.loaded({"gone", "of another connector"}, ()) == {"of another connector"}
 
 
 # ------------------------------------------------------------------ push
