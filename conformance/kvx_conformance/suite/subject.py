@@ -49,6 +49,8 @@ class Subject:
     """Further keys of the transport's section."""
     instance: str = OPEN_INSTANCE
     """`package.module:function` with the signature of `kvx.instance.open_instance`."""
+    engine: str = ""
+    """An engine's driver, by name or as `package.module:factory`, for the cases that test its servers."""
 
     def make_transport(self, peer: str, **options: Any) -> Transport:
         """One rank's transport. Raises PluginError, ConfigError or TransportError."""

@@ -1,0 +1,196 @@
+"""Does the suite find what is broken? It runs on subjects broken on purpose, and on correct ones.
+
+The correct ones go first and through all core cases of their kind; what a case takes there says when it hangs
+elsewhere. Each broken one must be found by a case that its author has named, a correct one by none.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from attrs import define, frozen
+
+from kvx.core.errors import ConfigError
+from kvx.core.model import Capabilities
+from kvx_conformance.suite.broken import Broken
+from kvx_conformance.suite.case import CASES, Case, Level, Profile, Verdict
+from kvx_conformance.suite.result import Result
+from kvx_conformance.suite.runner import SUITE, Run, Work, perform
+from kvx_conformance.suite.selection import ADAPTER, TRANSPORT, area
+from kvx_conformance.suite.subject import Subject, features
+from kvx_conformance.suite.worker import Order
+
+SHIPPED = {
+    "TRANSPORTS": "kvx_conformance.suite.broken_transports",
+    "INSTANCES": "kvx_conformance.suite.broken_instances",
+}
+"""The modules with the tables BROKEN_... (name to Broken) and CORRECT_... (name to Subject)."""
+_FACTOR = 5.0
+_LEAST_S = 3.0
+"""On a broken subject a case that is not named hangs after this long, or _FACTOR times what a correct one takes."""
+
+
+@frozen
+class Specimen:
+    """One subject of the self-test. `found_by` is empty for a correct one."""
+
+    name: str
+    subject: Subject
+    cause: str = ""
+    found_by: tuple[str, ...] = ()
+    transport: bool = True
+    """Whether the cases of a transport look at it, or those of an instance."""
+
+    @property
+    def correct(self) -> bool:
+        return not self.found_by
+
+    def named(self, case: str) -> bool:
+        """Whether this case has to find it, alone or with others."""
+        return case.startswith(self.found_by) if self.found_by else False
+
+    def cases(self) -> list[Case]:
+        """The core cases of its kind, and those beyond that are named."""
+        return [case for case in CASES.values() if self.named(case.id) or self._usual(case)]
+
+    def _usual(self, case: Case) -> bool:
+        own = area(case) != ADAPTER and (area(case) == TRANSPORT) is self.transport
+        return own and case.profile is Profile.CORE and case.level is Level.MUST
+
+
+@define(eq=False)
+class Matrix:
+    """Who was found by which case."""
+
+    rows: list[tuple[Specimen, Run]]
+
+    def fields(self) -> dict[str, Any]:
+        """As the JSON has it."""
+        subjects = [_row(specimen, run) for specimen, run in self.rows]
+        found = [case for row in subjects for case in row["finds"]]
+        return {
+            "holds": all(row["holds"] for row in subjects),
+            "broken": sum(not row["correct"] for row in subjects),
+            "found": sum(row["holds"] for row in subjects if not row["correct"]),
+            "correct": sum(row["correct"] for row in subjects),
+            "cases": sorted(set(found)),
+            "subjects": subjects,
+        }
+
+
+def subjects(only: Sequence[str] = ()) -> list[Specimen]:
+    """All that are shipped, correct ones first, or those whose name contains one of these texts."""
+    found: list[Specimen] = []
+    for kind, module in SHIPPED.items():
+        shipped = importlib.import_module(module)
+        correct: Mapping[str, Subject] = getattr(shipped, f"CORRECT_{kind}")
+        broken: Mapping[str, Broken] = getattr(shipped, f"BROKEN_{kind}")
+        of_transports = kind == "TRANSPORTS"
+        found += [Specimen(name, subject, transport=of_transports) for name, subject in correct.items()]
+        found += [Specimen(name, one.subject, one.cause, one.found_by, of_transports) for name, one in broken.items()]
+    chosen = [one for one in found if not only or any(text in one.name for text in only)]
+    if not chosen:
+        raise ConfigError(f"no subject is called so; there are: {', '.join(one.name for one in found)}")
+    return sorted(chosen, key=lambda one: not one.correct)
+
+
+def perform_all(
+    specimens: Sequence[Specimen], jobs: int, say: Callable[[str], None], modules: tuple[str, ...] = SUITE
+) -> Matrix:
+    """Run everything. Raises KeyboardInterrupt with nothing left behind."""
+    usual: dict[str, float] = {}
+
+    def told(run: Run, result: Result) -> None:
+        first = result.detail.partition("\n")[0]
+        say(f"{result.verdict.value:<15} {result.seconds:6.2f} s  {names[id(run)]}: {result.id} {first}")
+
+    rows = [(one, Run(one.subject, _chooser(one, usual), modules)) for one in specimens]
+    names = {id(run): one.name for one, run in rows}
+    perform([run for one, run in rows if one.correct], jobs, told)
+    for one, run in rows:
+        if one.correct:
+            for result in run.results.values():
+                usual[result.id] = max(usual.get(result.id, 0.0), result.seconds)
+    broken = [run for one, run in rows if not one.correct]
+    for run in broken:
+        run.jobs = 1
+    perform(broken, jobs, told)
+    return Matrix(rows)
+
+
+def lines(content: Mapping[str, Any]) -> list[str]:
+    """The matrix for a terminal: a row for each subject, a column for each case that finds one."""
+    columns = content["cases"]
+    width = max(len(row["name"]) for row in content["subjects"])
+    text = []
+    for row in content["subjects"]:
+        marks = "".join(mark(row, case) for case in columns)
+        text.append(f"{'ok ' if row['holds'] else 'BAD'}  {row['name']:<{width}}  {marks}  {row['word']}")
+    text += [
+        "",
+        "# found by a case that names the cause, x found by another, h it hangs there, . not found",
+        "columns:",
+    ]
+    text += [f"{number:4}  {case}" for number, case in enumerate(columns, 1)]
+    clean = all(row["holds"] for row in content["subjects"] if row["correct"])
+    found = f"{content['found']} of {content['broken']} broken subjects are found by a case that names the cause"
+    return [*text, "", f"{found}; {content['correct']} correct ones by {'none' if clean else 'SOME'}"]
+
+
+def mark(row: Mapping[str, Any], case: str) -> str:
+    """One cell of the matrix."""
+    find = row["finds"].get(case)
+    if find is None:
+        return "."
+    return "#" if find["named"] else "h" if find["hangs"] else "x"
+
+
+def _chooser(one: Specimen, usual: Mapping[str, float]) -> Callable[[Capabilities], Work]:
+    """Named cases first and with their whole time; of the others a hang is seen early."""
+
+    def choose(declared: Capabilities) -> Work:
+        present = features(declared)
+        cases = [case for case in one.cases() if case.applies(present) and case.needs <= present]
+        orders = []
+        for case in sorted(cases, key=lambda case: not one.named(case.id)):
+            early = max(_LEAST_S, _FACTOR * usual.get(case.id, case.limit_s))
+            whole = one.correct or one.named(case.id)
+            orders.append(Order(case.id, case.limit_s if whole else min(case.limit_s, early)))
+        return Work(tuple(orders))
+
+    return choose
+
+
+def _row(one: Specimen, run: Run) -> dict[str, Any]:
+    finds = {
+        result.id: {"detail": result.detail, "named": one.named(result.id), "hangs": "hangs" in result.detail[:9]}
+        for result in sorted(run.results.values(), key=lambda result: result.id)
+        if result.verdict is Verdict.FAIL
+    }
+    broke = sorted(result.id for result in run.results.values() if result.verdict is Verdict.ERROR)
+    if run.refused:
+        word = f"cannot be tested: {run.refused}"
+    elif broke:
+        word = f"the suite itself breaks in {', '.join(broke)}"
+    elif one.correct:
+        word = f"correct, but {len(finds)} cases find fault" if finds else "correct: no case finds fault"
+    else:
+        word = one.cause if any(find["named"] for find in finds.values()) else f"NOT FOUND by its cases: {one.cause}"
+    holds = (
+        not run.refused and not broke and (not finds if one.correct else any(find["named"] for find in finds.values()))
+    )
+    return {
+        "name": one.name,
+        "kind": "transport" if one.transport else "instance",
+        "correct": one.correct,
+        "cause": one.cause,
+        "found_by": list(one.found_by),
+        "holds": holds,
+        "word": word,
+        "ran": len(run.results),
+        "finds": finds,
+        "errors": broke,
+        "seconds": round(sum(result.seconds for result in run.results.values()), 3),
+    }
