@@ -55,7 +55,7 @@ def conformance(argv: list[str]) -> int:
 def _run(options: argparse.Namespace) -> int:
     if not options.transport and not options.adapter:
         raise ConfigError("say what to test: --transport NAME, or --adapter NAME (`kvx doctor` shows what is here)")
-    exempt = _exempt(options.exempt)
+    exempt, values = _exempt(options.exempt), _values(options.option)
     modules = _load(options.cases, exempt)
     selection = Selection(
         profile=Profile(options.profile),
@@ -65,7 +65,7 @@ def _run(options: argparse.Namespace) -> int:
         adapter=bool(options.adapter),
         pace=options.pace,
     )
-    subject = Subject(options.transport or "tcp", _values(options.option), options.instance, options.adapter or "")
+    subject = Subject(options.transport or "tcp", values, options.instance, options.adapter or "")
     run = Run(subject, selection.divide, modules, options.seed, options.pace)
     started = time.monotonic()
     interrupted = False
@@ -88,7 +88,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _list(options: argparse.Namespace) -> int:
-    _load(options.cases, ())
+    _load(options.cases, _exempt(options.exempt))
     cases = Selection(Profile(options.profile), options.strict, tuple(options.only), adapter=None).cases()
     rows = [
         {
@@ -111,7 +111,7 @@ def _list(options: argparse.Namespace) -> int:
 
 
 def _self_test(options: argparse.Namespace) -> int:
-    _load(options.cases, ())
+    _load(options.cases, _exempt(options.exempt))
     subjects = self_test.subjects(tuple(options.only))
     started = time.monotonic()
     try:
@@ -204,9 +204,6 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--instance", default=OPEN_INSTANCE, metavar="PKG:FUNCTION", help=f"who speaks the protocol ({OPEN_INSTANCE})"
     )
-    run.add_argument(
-        "--exempt", action="append", default=[], metavar="ID=REASON", help="leave a case out; the report shows it"
-    )
     run.add_argument("--seed", type=int, default=1, metavar="N", help="of the cases' data and chance (default 1)")
     run.add_argument(
         "--pace", type=_pace, default=1.0, metavar="X", help="stretch every time limit, on a busy machine (default 1)"
@@ -243,6 +240,9 @@ def _parser() -> argparse.ArgumentParser:
     for one in (run, shown, proof):
         what = "subjects whose name" if one is proof else "cases whose id"
         one.add_argument("--only", action="append", default=[], metavar="TEXT", help=f"{what} contains TEXT")
+        one.add_argument(
+            "--exempt", action="append", default=[], metavar="ID=REASON", help="leave a case out; the report shows it"
+        )
         one.add_argument("--cases", action="append", default=[], metavar="MODULE", help="define further cases too")
         output.add_json_argument(one)
     return parser

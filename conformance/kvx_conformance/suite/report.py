@@ -23,7 +23,7 @@ from kvx_conformance import rules
 from kvx_conformance.suite import standard
 from kvx_conformance.suite.case import CASES, Verdict
 from kvx_conformance.suite.result import BAD, Result
-from kvx_conformance.suite.runner import Run
+from kvx_conformance.suite.runner import SUITE, Run
 from kvx_conformance.suite.selection import Selection, area
 from kvx_conformance.suite.subject import OPEN_INSTANCE, Subject
 
@@ -89,6 +89,8 @@ def reproduce(run: Run, selection: Selection) -> str:
         words += ["--only", text]
     for name, reason in sorted(selection.exempt.items()):
         words += ["--exempt", f"{name}={reason}"]
+    for module in run.modules[len(SUITE) :]:
+        words += ["--cases", module]
     words += ["--seed", str(run.seed), *(["--pace", f"{run.pace:g}"] if run.pace != 1 else [])]
     return shlex.join(words)
 

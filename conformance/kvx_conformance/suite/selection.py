@@ -8,6 +8,7 @@ from attrs import field, frozen
 
 from kvx.core.errors import ConfigError
 from kvx.core.model import Capabilities
+from kvx_conformance.suite import standard
 from kvx_conformance.suite.case import CASES, Case, Level, Profile, Verdict
 from kvx_conformance.suite.result import Result
 from kvx_conformance.suite.runner import Work, limit_s
@@ -36,7 +37,7 @@ class Selection:
     pace: float = 1.0
 
     def __attrs_post_init__(self) -> None:
-        unknown = sorted(set(self.exempt) - set(CASES))
+        unknown = sorted(set(self.exempt) - set(CASES) - set(standard.load()))
         if unknown:
             raise ConfigError(f"--exempt {unknown[0]}: there is no such case (`kvx conformance list` shows all)")
         empty = sorted(name for name, reason in self.exempt.items() if not reason.strip())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import itertools
 import os
 import signal
 import tempfile
@@ -23,12 +24,14 @@ def answer_signals() -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
 
 
-def of_this_process(frame: FrameType | None) -> str:
-    """The main thread's stack with its source, from `frame` on, and the stacks of all threads."""
+def of_this_process(frame: FrameType | None, below: str) -> str:
+    """The main thread's stack from `frame` up to the file `below`, with its source, and the stacks of all threads."""
+    frames = traceback.extract_stack(frame)
+    own = list(itertools.takewhile(lambda one: one.filename != below, reversed(frames)))
     with tempfile.TemporaryFile("w+") as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
-        return f"{''.join(traceback.format_stack(frame))}\nall threads:\n{file.read()}"
+        return f"{''.join(traceback.format_list(own[::-1]))}\nall threads:\n{file.read()}"
 
 
 def ask(processes: Iterable[int]) -> None:

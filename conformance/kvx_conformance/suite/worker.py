@@ -129,7 +129,7 @@ def _judge(call: Callable[[], object], limit_s: float) -> tuple[Verdict, str, st
 
 
 def _overdue(number: int, frame: FrameType | None) -> None:
-    here = stacks.of_this_process(frame)
+    here = stacks.of_this_process(frame, __file__)
     stacks.ask(stacks.descendants(os.getpid()))
     raise Overdue(here)
 
