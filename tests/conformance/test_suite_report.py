@@ -217,7 +217,7 @@ def test_the_page_is_one_file_without_script_and_shows_the_bad_first() -> None:
     tags = {tag for tag, _ in seen.tags}
     assert not tags & {"script", "link", "img", "iframe"}
     assert not any(name in attributes for _, attributes in seen.tags for name in ("src", "href", "onclick"))
-    for word in ("does NOT hold", "alert('x')", "Needs fence.", content["digest"], "kvx conformance run", "FAIL"):
+    for word in ("does NOT keep", "alert('x')", "Needs fence.", content["digest"], "kvx conformance run", "FAIL"):
         assert word in seen.text
     assert seen.text.index("KVX-TRN-001.moves") < seen.text.index(f"{MUST}.plain")
     assert "hush" not in text

@@ -20,6 +20,10 @@ _WORDS = {
     Verdict.SKIP_UNDECLARED: ("not declared", "needs a feature that the transport does not declare"),
     Verdict.DISABLED: ("left out", "by whoever ran the suite, for the reason given"),
 }
+_INTRODUCTION = (
+    "kvx moves the KV cache of LLM requests between instances; each case below tries to break one sentence of its "
+    "protocol, docs/protocol.md."
+)
 _LEGEND = (
     '<b class="named">●</b> found by a case that names the cause, <span class="other">○</span> found by another, '
     '<span class="other">h</span> it hangs there'
@@ -45,7 +49,8 @@ dt { color: var(--soft); } dd { margin: 0; overflow-wrap: anywhere; }
 table { border-collapse: collapse; width: 100%; } .scroll { overflow-x: auto; }
 th, td { text-align: left; vertical-align: top; padding: .45rem .6rem; border-bottom: 1px solid var(--line); }
 th { color: var(--soft); font-weight: 600; font-size: 13px; }
-td.id { min-width: 11rem; overflow-wrap: anywhere; } td.time, th.time { text-align: right; white-space: nowrap; }
+td.id { width: 19rem; min-width: 11rem; overflow-wrap: anywhere; }
+td.word { width: 8rem; } td.time, th.time { text-align: right; white-space: nowrap; }
 td.word { white-space: nowrap; font-weight: 600; }
 .pass { color: var(--good); } .fail, .error, .not_exercised { color: var(--bad); }
 .skip_undeclared { color: var(--none); } .disabled { color: var(--odd); }
@@ -66,7 +71,7 @@ def render(content: Mapping[str, Any]) -> str:
     bad = [case for case in content["cases"] if Verdict(case["verdict"]) in BAD]
     parts = [
         f"<h1>{escape(name)}: kvx conformance</h1>",
-        f'<p class="soft">{_about(target)}. Each case tries to break one sentence of the kvx protocol.</p>',
+        f'<p class="soft">{_about(target)}. {_INTRODUCTION}</p>',
         f'<div class="verdict {"good" if good else "bad"}">{escape(report.verdict(content))}</div>',
         _facts(content),
         "<h2>In numbers</h2>",
@@ -182,7 +187,7 @@ def _table(content: Mapping[str, Any], letters: str) -> str:
     for case in cases:
         verdict = Verdict(case["verdict"])
         detail = f'<br><span class="{verdict.value}">{escape(case["detail"])}</span>' if case["detail"] else ""
-        beside = "" if case["standard"] else ' <span class="soft">(no standard case)</span>'
+        beside = "" if case["standard"] else '<br><span class="soft">beside the standard list</span>'
         rows.append(
             f'<tr><td class="id"><code>{escape(case["id"])}</code>{beside}</td><td>{case["level"]}</td>'
             f'<td>{_text(case["title"])}{detail}<br><span class="soft">{_text(case["sentence"])}</span></td>'

@@ -216,10 +216,10 @@ def verdict(content: Mapping[str, Any]) -> str:
     bad = sum(content["verdicts"][verdict.value] for verdict in BAD)
     profile = f"profile {content['profile']}{', strict' if content['strict'] else ''}"
     if bad:
-        return f"{name} does NOT hold: {bad} of {len(content['cases'])} cases are bad ({profile})."
+        return f"{name} does NOT keep the protocol: {bad} of {len(content['cases'])} cases are bad ({profile})."
     if content["not_reached"]:
         return f"Nothing is said of {name}: the run ended before {len(content['not_reached'])} cases were reached."
     exempt = f", {len(content['exempt'])} cases left out on request" if content["exempt"] else ""
     if content["only"]:
-        return f"The cases asked for hold on {name}; this says nothing of the others ({profile}{exempt})."
-    return f"{name} holds ({profile}{exempt})."
+        return f"{name} keeps what these cases ask; this says nothing of the others ({profile}{exempt})."
+    return f"{name} keeps the protocol ({profile}{exempt})."
