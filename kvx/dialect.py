@@ -21,12 +21,14 @@ class CompletionsDialect:
     """OpenAI's completions with `kv_transfer_params`, as vLLM and the reference engine speak it."""
 
     def prefill_leg(self, body: Mapping[str, Any], mode: Mode, transfer: str) -> dict[str, Any]:
-        leg = {key: value for key, value in body.items() if key not in ("stream_options", "max_completion_tokens")}
+        dropped = ("stream_options", "max_completion_tokens", "best_of")
+        leg = {key: value for key, value in body.items() if key not in dropped}
         leg |= {"stream": False, "max_tokens": 1}
         if "max_completion_tokens" in body:
             leg["max_completion_tokens"] = 1
-        if "min_tokens" in body:
-            leg["min_tokens"] = 1
+        for one in ("min_tokens", "n"):
+            if one in body:
+                leg[one] = 1
         params: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False, **_UPSTREAM}
         if mode is Mode.PUSH:
             params["kvx"] = {"mode": "push", "transfer": transfer}

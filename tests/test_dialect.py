@@ -23,9 +23,10 @@ def answer(**kvx: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("mode", Mode)
 def test_the_prefill_leg_computes_one_token_and_is_not_streamed(mode: Mode) -> None:
-    leg = DIALECT.prefill_leg({**BODY, "min_tokens": 4, "max_completion_tokens": 9}, mode, "t")
+    leg = DIALECT.prefill_leg({**BODY, "min_tokens": 4, "max_completion_tokens": 9, "n": 3, "best_of": 3}, mode, "t")
     assert (leg["max_tokens"], leg["max_completion_tokens"], leg["min_tokens"], leg["stream"]) == (1, 1, 1, False)
-    assert "stream_options" not in leg
+    assert leg["n"] == 1
+    assert not {"stream_options", "best_of"} & set(leg)
     assert leg["prompt"] == BODY["prompt"]
     wish = read_params(leg["kv_transfer_params"], "auto", pytest.fail, lambda _: True)
     assert wish.produce == Produce(mode, "t" if mode is Mode.PUSH else "")

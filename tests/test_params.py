@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvx.core.errors import RemoteProtocolError
 from kvx.core.model import BlockTable, Grant, Mode, Peer, Reason, Ticket
-from kvx.params import Consume, Fault, Produce, Wish, read_params
+from kvx.params import Consume, Fault, Produce, Wish, offer, prompt_digest, read_params
 
 GRANT = Grant("t1", Peer("p", 0), 7, 0, Mode.PULL, (0,), BlockTable.of([1]), 5, 30.0, "127.0.0.1:5700")
 TICKET = Ticket(GRANT, "", b"")
@@ -47,6 +47,30 @@ def test_a_consumer_of_this_turn_may_be_the_producer_of_the_next() -> None:
     kvx = {"mode": "push", "transfer": "x", "from": "127.0.0.1:1"}
     wish = read({"do_remote_prefill": True, "do_remote_decode": True, "kvx": kvx})
     assert wish == Wish(Produce(Mode.PULL), Consume(Mode.PUSH, "x", address="127.0.0.1:1"))
+
+
+def test_what_is_handed_on_may_be_a_push_too() -> None:
+    following = {"mode": "push", "transfer": "y"}
+    for taken in ({"ticket": "good"}, {"mode": "push", "transfer": "x", "from": "127.0.0.1:1"}):
+        params = {"do_remote_prefill": True, "do_remote_decode": True}
+        assert read({**params, "kvx": taken}).produce == Produce(Mode.PULL)
+        assert read({**params, "kvx": {**taken, "next": following}}).produce == Produce(Mode.PUSH, "y")
+        assert isinstance(read({**params, "kvx": {**taken, "next": "push"}}).produce, Fault)
+
+
+def test_a_push_may_bring_a_part_of_the_prompt() -> None:
+    kvx = {"mode": "push", "transfer": "x", "from": "127.0.0.1:1"}
+    wish = read({"do_remote_prefill": True, "kvx": {**kvx, "tokens": 140}})
+    assert wish.consume == Consume(Mode.PUSH, "x", address="127.0.0.1:1", tokens=140)
+    for wrong in (0, -1, True, "7", 1.5):
+        assert isinstance(read({"do_remote_prefill": True, "kvx": {**kvx, "tokens": wrong}}).consume, Fault)
+
+
+def test_an_offer_names_the_prompt_it_was_made_for() -> None:
+    answer = offer("good", prompt_digest([5, 6]))
+    assert read(answer).consume == Consume(Mode.PULL, "t1", ticket=TICKET, prompt=prompt_digest((5, 6)))
+    assert prompt_digest([5, 6]) != prompt_digest([6, 5])
+    assert isinstance(read({**answer, "kvx": {"ticket": "good", "prompt": 5}}).consume, Fault)
 
 
 def test_probe_and_nothing() -> None:

@@ -7,6 +7,7 @@ import http.client
 import json
 import os
 import random
+import re
 import secrets
 import subprocess
 import sys
@@ -121,6 +122,20 @@ class Instance:
         connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
         return connection
 
+    def metrics(self) -> dict[str, float]:
+        """/metrics: name and labels without vLLM's own two, to value."""
+        with contextlib.closing(self.connect()) as connection:
+            connection.request("GET", "/metrics")
+            text = connection.getresponse().read().decode()
+        lines = [line.rpartition(" ") for line in text.splitlines() if not line.startswith("#")]
+        return {re.sub(r'engine="0",?|model_name="tiny",?', "", name): float(value) for name, _, value in lines}
+
+    def preemptions(self) -> float:
+        return self.metrics()["vllm:num_preemptions_total{}"]
+
+    def log(self) -> str:
+        return self.child.log.read_text(errors="replace")
+
     def probe(self) -> dict[str, Any]:
         return self.post(VllmDriver().dialect.probe_request("tiny")).kvx
 
@@ -185,6 +200,13 @@ class Bench:
         self.instances[name] = instance = Instance(
             self._launch(name, server, env or {}), server, control, events, env or {}
         )
+        return instance
+
+    def start_single(self, name: str) -> Instance:
+        """vLLM without kvx, with the same arguments: what the right tokens are."""
+        (port,) = free_ports(1)
+        server = Server(self.model, port, arguments=ARGUMENTS)
+        self.instances[name] = instance = Instance(self._launch(name, server, {}), server, "", Path(), {})
         return instance
 
     def restart(self, name: str) -> Instance:

@@ -10,9 +10,11 @@ from kvx.config import Options
 from kvx.core.events import Abort, Claim, Expose, Stage
 from kvx.core.model import BlockTable, Grant, Mode, Part, Peer, Reason, Role
 from kvx.instance import make_ticket, read_ticket
+from kvx.params import prompt_digest
 from kvx_vllm.metadata import Ended, Plan, WorkerReport
-from kvx_vllm.records import Identity, Scheduled
+from kvx_vllm.records import Identity, Scheduled, Traits
 from kvx_vllm.scheduler import SchedulerHalf
+from kvx_vllm.tally import merged, summary
 
 BLOCK = 32
 OPTIONS = Options.load({"listen": "127.0.0.1:5700", "max_held_fraction": 1.0}, env={})
@@ -438,6 +440,105 @@ def test_the_end_of_a_push_request(steps: int, completed: bool, aborts: int) -> 
     events = half.take().events
     assert len([event for event in events if isinstance(event, Abort)]) == aborts
     assert half.pins.held == steps
+
+
+# ------------------------------------------------------------------ what a request can be
+
+
+@pytest.mark.parametrize("request_", [consumer(), push_consumer()])
+def test_what_cannot_be_transferred_is_refused_with_its_sentence_and_frees_the_producer(request_: Request) -> None:
+    half = Half()
+    half.on_new_request(request_, Traits(obstacle="has a LoRA adapter"))
+    (abort,) = half.take().events
+    assert isinstance(abort, Abort)
+    assert abort.transfer == "t1"
+    assert abort.ticket is not None or abort.address is not None
+    assert half.matched_tokens(request_, 0) == (100, True)
+    half.blocks_allocated(request_, [[1, 2, 3, 4]], 100)
+    assert half.take().refused == ("r1",)
+    answer = half.request_finished(request_, [[1, 2, 3, 4]], completed=True)
+    assert answer is not None
+    assert answer["kvx"]["detail"] == "has a LoRA adapter"
+
+
+def test_of_several_sequences_the_first_takes_the_blocks_and_none_offers_any() -> None:
+    half = Half()
+    for index in range(3):
+        request = evolve(consumer(), request_id=f"{index}_r")
+        half.on_new_request(request, Traits(siblings=True, first=index == 0))
+        assert half.matched_tokens(request, 0) == ((100, True) if index == 0 else (0, False))
+    both = Request("0_p", dict(PULL), 40, num_computed_tokens=40)
+    half.on_new_request(both, Traits(siblings=True))
+    answer = half.request_finished(both, [[1, 2]], completed=True)
+    assert answer is not None
+    assert answer["do_remote_prefill"] is False
+    assert "n is more than 1" in answer["kvx"]["detail"]
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_ticket_is_good_for_its_own_prompt_only(same: bool) -> None:
+    half = Half()
+    request = consumer(tokens=100)
+    assert request.kv_transfer_params is not None
+    digest = prompt_digest(range(100) if same else range(1, 101))
+    request.kv_transfer_params["kvx"]["prompt"] = digest
+    load(half, request, [1, 2, 3, 4])
+    assert half.take().refused == (() if same else ("r1",))
+    early = evolve(request, request_id="r2", num_prompt_tokens=1)  # what vLLM makes of a request that it refuses
+    other = Half()
+    other.on_new_request(early)
+    other.request_finished(early, [[]], completed=False)
+    assert isinstance(other.take().events[-1], Abort)
+
+
+def test_a_push_that_brings_a_part_of_the_prompt_leaves_the_rest_to_compute() -> None:
+    half = Half()
+    request = push_consumer(tokens=100)
+    assert request.kv_transfer_params is not None
+    request.kv_transfer_params["kvx"]["tokens"] = 70
+    half.on_new_request(request)
+    assert half.matched_tokens(request, 32) == (38, True)
+    half.blocks_allocated(request, [[1, 2, 3, 4]], 38)
+    expose = half.take().events[-1]
+    assert expose == Expose("t1", Mode.PUSH, BlockTable.of([2, 3]), (1,), 70, 30.0, "127.0.0.1:5800")
+
+
+def test_who_takes_blocks_may_hand_them_on_and_tells_of_both() -> None:
+    half = Half()
+    request = evolve(consumer(tokens=40), num_prompt_tokens=70, num_computed_tokens=70)
+    assert request.kv_transfer_params is not None
+    request.kv_transfer_params["do_remote_decode"] = True
+    load(half, request, [1, 2, 3])
+    half.take()
+    half.outcome("t1", ok=True)
+    half.loaded({"r1"}, ())
+    answer = half.request_finished(request, [[1, 2, 3]], completed=True)
+    assert answer is not None
+    assert answer["kvx"]["loaded"]["ok"] is True
+    assert read_ticket(OPTIONS, answer["kvx"]["ticket"]).grant.tokens == 70
+
+
+def test_what_metrics_are_told() -> None:
+    half = Half()
+    assert half.take_stats() is None
+    request = consumer()
+    load(half, request, [1, 2, 3, 4])
+    first = half.take_stats()
+    assert first == {"ended": [], "refused": [], "open": 1, "held": 4, "quarantined": 0}
+    half.outcome("t1", ok=False, reason=Reason.PEER_LOST, released=False)
+    load(half, evolve(request, request_id="r2"), [5, 6, 7, 8])  # the same ticket again
+    second = half.take_stats()
+    assert second is not None
+    assert second["ended"] == [("pull", "consumer", "peer_lost", 100, 0.0)]
+    assert (second["refused"], second["held"], second["quarantined"]) == (["unknown_transfer"], 4, 4)
+    half.report(WorkerReport({}, {"t1": 1}))
+    half.loaded({"r1"}, {"r1"})
+    half.request_finished(request, [[1, 2, 3, 4]], completed=True)
+    third = half.take_stats()
+    assert third == {"ended": [], "refused": [], "open": 0, "held": 0, "quarantined": 0}
+    assert half.take_stats() is None
+    assert merged(merged(first, second), third) == {**third, "ended": second["ended"], "refused": second["refused"]}
+    assert summary(merged(second, third))["failed"] == 1
 
 
 # ------------------------------------------------------------------ several ranks, and the probe
