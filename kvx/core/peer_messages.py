@@ -71,7 +71,9 @@ class PeerMessages:
                 return  # a repeated grant; what its operations still do is told when they are over
             refusal = t.failed
         if refusal is not None:
-            self._peers.send(peer, Stopped(grant.transfer, *refusal))
+            # This very grant may come again when there is room: Stopped frees its blocks, so it stays refused.
+            if refusal[0] is not Reason.NO_CAPACITY or self._remember(grant.transfer, *refusal, now):
+                self._peers.send(peer, Stopped(grant.transfer, *refusal))
             return
         if t is None:
             t = self._transfers.create(grant.transfer, Mode.PUSH, Side.INITIATOR, now)
@@ -194,9 +196,10 @@ class PeerMessages:
         peer, t = association.peer, self._transfers.open.get(message.transfer)
         if t is None:
             stone = self._transfers.tombstones.get(message.transfer)
-            if stone is None:  # the abort has overtaken its grant, or this side's engine
-                self._remember(message, message.detail or f"revoked by {peer}", now)
-            self._peers.send(peer, Stopped(message.transfer, message.reason))
+            detail = message.detail or f"revoked by {peer}"
+            # An abort that is not known here has overtaken its grant, or this side's engine.
+            if stone is not None or self._remember(message.transfer, message.reason, detail, now):
+                self._peers.send(peer, Stopped(message.transfer, message.reason))
             return
         if not t.initiates:
             leg = t.leg_of(peer)
@@ -218,7 +221,7 @@ class PeerMessages:
         detail = message.detail or f"stopped by {association.peer}"
         if t is None:
             if self._transfers.tombstones.get(message.transfer) is None:
-                self._remember(message, detail, now)
+                self._remember(message.transfer, message.reason, detail, now)
             return
         if t.initiates:
             return
@@ -227,11 +230,15 @@ class PeerMessages:
             self._transfers.fail(t, message.reason, detail, now, leg, Cause.STOPPED)
         self._transfers.settle(t, now)
 
-    def _remember(self, message: Revoke | Stopped, detail: str, now: float) -> None:
-        """The end of a transfer never heard of; a full memory needs no more of them, since it takes no grants."""
-        if not self._transfers.tombstones.full(now):
-            stone = Tombstone(message.transfer, None, message.reason, detail, frozenset(), False, False)
-            self._transfers.tombstones.bury(stone, now)
+    def _remember(self, transfer: str, reason: Reason, detail: str, now: float) -> bool:
+        """The end of a transfer never heard of. False where there is no room for it: then it must not be answered,
+        since Stopped frees blocks for ever; the peer asks again, and waits or quarantines them meanwhile.
+        """
+        if self._transfers.tombstones.spent(now):
+            return False
+        stone = Tombstone(transfer, None, reason, detail[:200], frozenset(), False, False)
+        self._transfers.tombstones.bury(stone, now)
+        return True
 
     def _keep(self, peer: Peer, transfer: str, message: Message, until: float) -> None:
         """A message for a transfer never heard of waits: the engine's call may be one step behind."""

@@ -27,7 +27,8 @@ class Tombstone:
 
 @define
 class Tombstones:
-    """Bounded memory: when `limit` is reached, `full` makes the endpoint refuse new grants.
+    """Bounded memory: when `limit` is reached, `full` makes the endpoint refuse new grants. Refusals have to be
+    remembered as well: at twice the limit there is no room for these either (`spent`).
 
     Nothing younger than `keep_s` is ever dropped, so an abort outlives the longest message delay.
     """
@@ -44,6 +45,10 @@ class Tombstones:
     def full(self, now: float) -> bool:
         self.sweep(now)
         return len(self._stones) >= self.limit
+
+    def spent(self, now: float) -> bool:
+        self.sweep(now)
+        return len(self._stones) >= 2 * self.limit
 
     def bury(self, stone: Tombstone, now: float) -> None:
         self._stones[stone.transfer] = (stone, now)

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from kvx.core.events import Abort
-from kvx.core.messages import Ack, Message
+from kvx.core.legs import Limits
+from kvx.core.messages import Ack, GrantMessage, Message, Stopped
 from kvx.core.model import Mode, Reason
 from kvx_conformance.pair import Net, Node, ticket
 from kvx_conformance.scenes import expose, stage, two_on_one
@@ -87,3 +88,27 @@ def test_r9_an_ack_that_comes_twice_changes_nothing_while_another_leg_is_open() 
     assert d.hear(first, Ack("t", True), link=link) == []
     assert d.hear(first, Ack("t", False, Reason.OTHER), link=link) == []
     assert (d.states(), d.outcomes()) == (["done", "settling"], [])
+
+
+def test_r9_a_grant_that_was_refused_for_lack_of_room_stays_refused() -> None:
+    """Found by the simulation (seed 103239): the grant came a second time when there was room, and bytes were written
+    into blocks that Stopped had set free."""
+    net = Net(limits=Limits(transfers=1))
+    p, d = net.pair()
+    d.put(expose(1, transfer="first"))
+    net.flow()
+    grants: list[Message] = []
+    net.stop = lambda node, message: isinstance(message, GrantMessage) and bool(grants.append(message))
+    other = net.node("e")
+    other.put(expose(2, 3))
+    net.flow()
+    assert [stopped.reason for stopped in p.sent(Stopped) if isinstance(stopped, Stopped)] == [Reason.NO_CAPACITY]
+    assert (other.outcome().reason, other.released()) == (Reason.NO_CAPACITY, 1)
+    p.put(stage(5, transfer="first"))
+    p.end_ops()
+    net.flow()
+    p.put(stage(6, 7))
+    p.hear(other, grants[-1])
+    net.flow()
+    assert [post for post in p.posts() if post.stamp.transfer == "t"] == []
+    assert (p.outcome().reason, p.released()) == (Reason.NO_CAPACITY, 1)
