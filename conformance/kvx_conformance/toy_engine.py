@@ -75,6 +75,7 @@ class Job:
     first: tuple[int, ...] = ()
     blocks: BlockTable | None = None
     given_back: bool = False
+    closing: bool = False  # a rank has been given its last part
     staged: bool = False  # the last part or the blocks have been handed over
     aborted: bool = False
     called: dict[int, float] = field(factory=dict)  # rank -> time of the first call that owes an Outcome
@@ -203,7 +204,9 @@ class Engine:
                     left[rank] -= 1
                     self._put_part(job, rank, plan[number], last=not left[rank])
             if number + 1 < rounds:
-                self.fabric.clock.after(rng.expovariate(1 / work.pace_s), lambda: go(number + 1))
+                # An engine slower than `part_gap_s` would fail its transfers, and rightly so.
+                gap = min(rng.expovariate(1 / work.pace_s), 0.5 * self.limits.part_gap_s)
+                self.fabric.clock.after(gap, lambda: go(number + 1))
             else:
                 job.staged = True
                 self._tidy(job)
@@ -214,6 +217,7 @@ class Engine:
         work = job.work
         if work.role is Role.PRODUCER:
             self.processes[rank].cache.fill(work.content, part.first, part.blocks, part.layers)
+        job.closing |= last
         self._put(job, rank, Stage(work.transfer, work.mode, part, last, work.tokens, work.ticket))
 
     def abort(self, transfer: str, reason: Reason = Reason.ABORTED, *, at_once: bool = False) -> bool:
@@ -221,7 +225,7 @@ class Engine:
         job = self.jobs.get(transfer)
         if self.dead or job is None or job.aborted or (job.over and job.called):
             return False
-        early = at_once and job.work.mode is Mode.PUSH and job.work.role is Role.PRODUCER and not job.staged
+        early = at_once and job.work.mode is Mode.PUSH and job.work.role is Role.PRODUCER and not job.closing
         job.aborted = True
         for rank in range(len(self.processes)):
             self._put(job, rank, Abort(transfer, reason, "", job.work.ticket, job.work.address))

@@ -72,7 +72,8 @@ class PeerMessages:
             refusal = t.failed
         if refusal is not None:
             # This very grant may come again when there is room: Stopped frees its blocks, so it stays refused.
-            if refusal[0] is not Reason.NO_CAPACITY or self._remember(grant.transfer, *refusal, now):
+            known = stone is not None or refusal[0] is not Reason.NO_CAPACITY
+            if known or self._remember(grant.transfer, *refusal, now):
                 self._peers.send(peer, Stopped(grant.transfer, *refusal))
             return
         if t is None:

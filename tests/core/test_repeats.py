@@ -112,3 +112,18 @@ def test_r9_a_grant_that_was_refused_for_lack_of_room_stays_refused() -> None:
     net.flow()
     assert [post for post in p.posts() if post.stamp.transfer == "t"] == []
     assert (p.outcome().reason, p.released()) == (Reason.NO_CAPACITY, 1)
+
+
+def test_r7_a_grant_for_what_was_refused_to_the_engine_brings_no_second_outcome() -> None:
+    """Found by the simulation (seed 104314)."""
+    net = Net(limits=Limits(transfers=1))
+    p, d = net.pair()
+    p.put(stage(5, transfer="first"))
+    p.put(stage(6, last=False, tokens=8))
+    assert p.outcome().reason is Reason.NO_CAPACITY
+    d.put(expose(1, 2))
+    net.flow()
+    assert d.outcome().reason is Reason.NO_CAPACITY
+    p.put(stage(7, first=1, tokens=8))
+    assert p.outcome().reason is Reason.NO_CAPACITY  # there is exactly one
+    assert p.released() == 1
