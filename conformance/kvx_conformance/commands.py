@@ -3,62 +3,69 @@
 from __future__ import annotations
 
 import argparse
-import signal
+import os
 import sys
-import time
-from collections.abc import Generator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, wait
-from contextlib import closing
+from collections.abc import Sequence
+from pathlib import Path
 
 from kvx import report
+from kvx.core.errors import ConfigError
+from kvx_conformance import campaign
+from kvx_conformance.campaign import COUNTED, Tally
 from kvx_conformance.shrink import shrink
-from kvx_conformance.sim import Summary, run_world
+from kvx_conformance.sim import run_world
 
-BATCH = 10
-"""Worlds that one process lives through before it reports."""
 SHOWN = 5
 """Failed seeds of which it is said how to see why."""
-COUNTED = (
-    *("transfers", "ok", "failed", "aborts", "crashes", "deaths", "restarts", "cuts", "stalls", "duplicates"),
-    *("reuses", "quarantined"),
-)
 
 
 def sim(argv: list[str]) -> int:
     """Run the simulation. Exit status 0: all worlds hold; 1: one does not; 2: usage; 130: interrupted."""
     options = _parser().parse_args(argv)
-    started = time.monotonic()
-    seeds = [options.seed] if options.seed is not None else range(options.first, options.first + options.seeds)
     if options.seed is None and (options.trace or options.shrink or options.only):
         _say("kvx sim: --trace, --shrink and --only need --seed")
         return 2
-    results: list[Summary] = []
-    status = 0
     try:
-        if options.shrink:
-            return _shrink(options.seed, options.only)
-        if options.trace or options.only:
-            results.append(run_world(options.seed, _say if options.trace else None, options.only))
-        else:
-            with closing(_run(seeds, options.jobs)) as worlds:
-                for summary in worlds:
-                    results.append(summary)
-                    _progress(results, len(seeds), started)
-    except KeyboardInterrupt:
-        status = 130
-    except ValueError as unknown:
-        _say(f"kvx sim: {unknown}")
+        return _one(options) if options.seed is not None else _many(options)
+    except (ConfigError, ValueError) as error:
+        _say(f"kvx sim: {error}")
         return 2
-    fields = _fields(results, time.monotonic() - started)
-    _say(", ".join(f"{fields[name]} {name}" for name in ("worlds", *COUNTED)) + f" in {fields['seconds']} s")
-    violations = [(summary.seed, text) for summary in results for text in summary.violations]
-    for seed, text in violations:
+
+
+def _one(options: argparse.Namespace) -> int:
+    if options.shrink:
+        return _shrink(options.seed, options.only)
+    tally = Tally(options.seed, 1, campaign.source_digest())
+    tally.add(0, [run_world(options.seed, _say if options.trace else None, options.only)])
+    return _told(tally, options.json)
+
+
+def _many(options: argparse.Namespace) -> int:
+    tally = campaign.resume(options.first, options.seeds, options.record)
+    if tally.worlds:
+        _say(f"going on after {tally.worlds} of {tally.seeds} worlds")
+    interrupted = False
+    try:
+        campaign.run(tally, options.jobs, options.record, _say)
+    except KeyboardInterrupt:
+        interrupted = True
+        if options.record is not None:
+            _say("stopped; the same command goes on from here")
+    status = _told(tally, options.json)
+    return 130 if interrupted else status
+
+
+def _told(tally: Tally, json: str | None) -> int:
+    """Print what came of it. Exit status 1: a world does not hold."""
+    counts = ", ".join(f"{number} {name}" for name, number in tally.totals.items())
+    _say(f"{tally.worlds} worlds, {counts} in {tally.seconds:.1f} s")
+    for seed, text in tally.violations:
         _say(f"seed {seed}: {text}")
-    for seed in dict.fromkeys(seed for seed, _ in violations[:SHOWN]):
+    for seed in list(dict.fromkeys(seed for seed, _ in tally.violations))[:SHOWN]:
         _say(f"to see why: kvx sim --seed {seed} --shrink")
-    if options.json:
-        report.write(options.json, report.document("sim", fields))
-    return status or int(bool(violations))
+    if json:
+        report.write(json, report.document("sim", _fields(tally)))
+    return int(bool(tally.violated))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -73,7 +80,13 @@ def _parser() -> argparse.ArgumentParser:
         "--only", type=_names, metavar="E,E", help="with --seed: play these elements of the world and no others"
     )
     parser.add_argument("--shrink", action="store_true", help="with --seed: find the fewest elements that still fail")
-    parser.add_argument("--jobs", type=_positive, default=1, metavar="N", help="processes to use (default 1)")
+    parser.add_argument(
+        "--record", type=Path, metavar="FILE", help="keep how far it has come; the same command goes on from there"
+    )
+    cores = len(os.sched_getaffinity(0))
+    parser.add_argument(
+        "--jobs", type=_positive, default=cores, metavar="N", help=f"processes to use (default: all cores, {cores})"
+    )
     report.add_json_argument(parser)
     return parser
 
@@ -106,45 +119,16 @@ def _shrink(seed: int, only: Sequence[str] | None) -> int:
     return 1
 
 
-def _run(seeds: Sequence[int], jobs: int) -> Generator[Summary, None, None]:
-    if jobs == 1:
-        yield from map(run_world, seeds)
-        return
-    batches = [seeds[start : start + BATCH] for start in range(0, len(seeds), BATCH)]
-    pool = ProcessPoolExecutor(jobs, initializer=_ignore_interrupt)
-    try:
-        waiting: set[Future[list[Summary]]] = {pool.submit(_batch, batch) for batch in batches}
-        while waiting:
-            done, waiting = wait(waiting, return_when="FIRST_COMPLETED")
-            for future in done:
-                yield from future.result()
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _batch(seeds: Sequence[int]) -> list[Summary]:
-    return [run_world(seed) for seed in seeds]
-
-
-def _ignore_interrupt() -> None:
-    """Ctrl-C reaches the whole group; the parent alone decides what it means."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-def _progress(results: Sequence[Summary], total: int, started: float) -> None:
-    if len(results) % 50 == 0 and len(results) < total:
-        rate = len(results) / max(time.monotonic() - started, 1e-9)
-        bad = sum(bool(summary.violations) for summary in results)
-        _say(f"{len(results)} of {total} worlds, {rate:.0f} each second, {bad} violated")
-
-
-def _fields(results: list[Summary], seconds: float) -> dict[str, object]:
-    results.sort(key=lambda summary: summary.seed)
+def _fields(tally: Tally) -> dict[str, object]:
     return {
-        "worlds": len(results),
-        **{name: sum(getattr(summary, name) for summary in results) for name in COUNTED},
-        "violations": [{"seed": summary.seed, "text": text} for summary in results for text in summary.violations],
-        "seconds": round(seconds, 3),
+        "first": tally.first,
+        "seeds": tally.seeds,
+        "source": tally.source,
+        "worlds": tally.worlds,
+        **{name: tally.totals[name] for name in COUNTED},
+        "violated": tally.violated,
+        "violations": [{"seed": seed, "text": text} for seed, text in tally.violations],
+        "seconds": round(tally.seconds, 3),
     }
 
 
