@@ -133,10 +133,10 @@ def _compare(
     equal = control_equal = 0
     ttft = []
     for prompt in work:
-        moved = _generate(pair.router.url, place.model, prompt)
-        dropped = _generate(control.router.url, place.model, prompt)
+        moved = generate(pair.router.url, place.model, prompt)
+        dropped = generate(control.router.url, place.model, prompt)
         # The last of the three, so that the prefill server finds nothing in its prefix cache before.
-        alone = _generate(prefill.url, place.model, prompt)
+        alone = generate(prefill.url, place.model, prompt)
         equal += moved.tokens == alone.tokens
         control_equal += dropped.tokens == alone.tokens
         ttft.append(moved.ttft_s * 1000)
@@ -164,7 +164,8 @@ def _received(events: Path, mode: Mode, expected: int) -> list[int]:
         time.sleep(0.05)
 
 
-def _generate(url: str, model: str, prompt: Sequence[int]) -> Generation:
+def generate(url: str, model: str, prompt: Sequence[int]) -> Generation:
+    """Send one prompt to a server or router, greedily. Raises DemoError."""
     fixed = {"temperature": 0, "ignore_eos": True, "return_token_ids": True, "stream": True}
     body = {"model": model, "prompt": list(prompt), "max_tokens": MAX_TOKENS, **fixed}
     parts = urlsplit(url)

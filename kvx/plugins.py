@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import pluggy
@@ -68,7 +68,9 @@ class Plugins:
         Raises PluginError where there is none, and what its factory raises: ConfigError or
         TransportError, or PluginError where something has to be installed.
         """
-        factory = _import_factory(name) if ":" in name else self.transports().get(name)
+        factory = (
+            cast("TransportFactory", _import_factory("transport", name)) if ":" in name else self.transports().get(name)
+        )
         if factory is None:
             raise self._missing("transport", name, self.transports())
         try:
@@ -88,7 +90,9 @@ class Plugins:
         return found
 
     def driver(self, name: str) -> EngineDriver:
-        """One engine's driver. Raises PluginError."""
+        """One engine's driver, by name or as `package.module:factory`. Raises PluginError."""
+        if ":" in name:
+            return cast("EngineDriver", _import_factory("engine", name)())
         drivers = self.drivers()
         if name not in drivers:
             raise self._missing("engine", name, drivers)
@@ -175,15 +179,15 @@ def make_transport(name: str, options: Mapping[str, Any]) -> Transport:
     return load().make_transport(name, options)
 
 
-def _import_factory(name: str) -> TransportFactory:
+def _import_factory(kind: str, name: str) -> Callable[..., Any]:
     module, _, attribute = name.partition(":")
     try:
         factory = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
-        raise PluginError(f"transport {name!r} cannot be imported: {error}") from error
+        raise PluginError(f"{kind} {name!r} cannot be imported: {error}") from error
     if not callable(factory):
-        raise PluginError(f"transport {name!r} is not a factory: it cannot be called")
-    return cast("TransportFactory", factory)
+        raise PluginError(f"{kind} {name!r} is not a factory: it cannot be called")
+    return cast("Callable[..., Any]", factory)
 
 
 def _hint(name: str) -> str:

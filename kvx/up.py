@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from attrs import define, field, frozen
 
@@ -61,9 +62,15 @@ class Site:
     _told: float = field(default=0.0, init=False)
     _ports: set[int] = field(factory=set, init=False)
 
-    def engine(self, name: str, **options: object) -> Node:
-        """Start one instance, with kvx's `options` beside those that every instance needs."""
-        port, control = self._port(), f"127.0.0.1:{self._port()}"
+    def engine(self, name: str, *, instead_of: Node | None = None, **options: object) -> Node:
+        """Start one instance, with kvx's `options` beside those that every instance needs.
+
+        It takes the addresses of `instead_of`, which has ended, or new ones.
+        """
+        if instead_of is None:
+            port, control = self._port(), f"127.0.0.1:{self._port()}"
+        else:
+            port, control = urlsplit(instead_of.url).port or 0, instead_of.control
         given = {"listen": control, "secret_file": str(self.secret_file), **options}
         server = Server(self.model, port, options=given, arguments=self.arguments)
         return Node(self.cluster.start(name, self.driver.launch(server), f"http://127.0.0.1:{port}"), control)

@@ -127,6 +127,12 @@ def test_a_factory_may_be_named_by_its_module() -> None:
             Plugins().make_transport(name, {})
 
 
+def test_a_driver_may_be_named_by_its_module() -> None:
+    assert Plugins().driver("builtins:dict") == {}  # type: ignore[comparison-overlap]
+    with pytest.raises(PluginError, match="engine 'sys:maxsize' is not a factory"):
+        Plugins().driver("sys:maxsize")
+
+
 def test_a_choice_has_to_be_common_to_both_sides() -> None:
     loaded = Plugins()
     both = (info("a", "b"), info("b", "a"))

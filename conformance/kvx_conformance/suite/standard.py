@@ -11,6 +11,7 @@ import importlib
 import sys
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +63,8 @@ def table(cases: Mapping[str, Case]) -> str:
 
 
 def _facts(case: Case) -> dict[str, str]:
-    run: Any = case.run
-    kind = type(run)
-    function = f"{getattr(run, '__module__', kind.__module__)}:{getattr(run, '__qualname__', kind.__qualname__)}"
+    run: Any = case.run.func if isinstance(case.run, partial) else case.run
+    function = f"{run.__module__}:{run.__qualname__}"
     return {"profile": case.profile.value, "level": case.level.value, "function": function}
 
 

@@ -12,6 +12,7 @@ from attrs import field, frozen
 from kvx import plugins
 from kvx.core.errors import PluginError
 from kvx.core.model import Access, Capabilities, FenceScope, Op
+from kvx.driver import EngineDriver
 from kvx.engine import EngineInstance
 from kvx.transport import Transport
 
@@ -55,6 +56,13 @@ class Subject:
     def make_transport(self, peer: str, **options: Any) -> Transport:
         """One rank's transport. Raises PluginError, ConfigError or TransportError."""
         return plugins.make_transport(self.transport, {**self.options, **options, "peer": peer})
+
+    def driver(self) -> EngineDriver:
+        """Raises PluginError where it or its engine is not installed."""
+        found = plugins.load().driver(self.engine)
+        if found.installed() is None:
+            raise PluginError(f"engine {self.engine!r} is not installed in this environment")
+        return found
 
     def opener(self) -> Callable[..., EngineInstance]:
         """Raises PluginError where there is none."""

@@ -13,6 +13,7 @@ import os
 import random
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -86,6 +87,7 @@ def main() -> None:
     while answer.declared is not None and (line := sys.stdin.buffer.readline()):
         order = msgspec.json.decode(line, type=Order)
         with TemporaryDirectory(dir=setup.folder, prefix="case-", ignore_cleanup_errors=True) as folder:
+            os.environ["TMPDIR"] = tempfile.tempdir = folder  # whatever else is written ends with the case
             result = run(CASES[order.case], setup, answer.declared, Path(folder), order.limit_s)
         _say(answers, Answer(result=result))
     sys.stderr.flush()
@@ -142,10 +144,12 @@ def _declare(subject: Subject) -> Answer:
         finally:
             transport.close()
         subject.opener()
+        if subject.engine:
+            subject.driver()
     except KvxError as error:
         return Answer(refused=str(error))
     except Exception as error:  # noqa: BLE001 - the factory is foreign code
-        text = f"making transport {subject.transport!r} raised {type(error).__name__}: {error}"
+        text = f"making {subject.transport!r} raised {type(error).__name__}: {error}"
         return Answer(refused=f"{text}\n{traceback.format_exc()}")
     return _checked(declared)
 

@@ -1,0 +1,124 @@
+"""Cases of an adapter: an engine's real servers, and the question whether a client can tell that there are two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from kvx.core.model import Mode
+from kvx.up import Node
+from kvx_conformance.suite.case import Context, NotExercised, case
+from kvx_conformance.suite.servers import Client, Servers, control, servers, until
+
+LIMIT_S = 900.0
+"""Three cold starts of a real engine on a machine that is busy."""
+
+Run = Callable[[Mode, Context], None]
+
+
+def _each_mode(rule: str, name: str, title: str) -> Callable[[Run], None]:
+    def add(run: Run) -> None:
+        for mode in Mode:
+            case(rule, f"{name}-{mode.value}", title, limit_s=LIMIT_S)(partial(run, mode))
+
+    return add
+
+
+@_each_mode(
+    "KVX-ADP-001",
+    "tokens",
+    "Prompts of one token and around each of two block borders, through the router: the tokens of a single instance; "
+    "where a transport drops the bytes, other tokens.",
+)
+def tokens(mode: Mode, context: Context) -> None:
+    with servers(context, mode) as bench:
+        block = bench.place.small.block_size
+        prompts = bench.prompts([1, block - 1, block, block + 1, 2 * block - 1, 2 * block, 2 * block + 1])
+        dropping = control(bench)
+        differs = 0
+        for prompt in prompts:
+            moved = bench.through(prompt)
+            dropped = bench.through(prompt, dropping)
+            alone = bench.alone(prompt)
+            differs += dropped != alone
+            context.check(moved == alone, f"a prompt of {len(prompt)} tokens: {moved} instead of {alone}")
+        context.check(
+            until(lambda: bench.received() == len(prompts), bench.bound_s("an abort")),
+            f"{bench.received()} of {len(prompts)} transfers are good: the other tokens were computed again",
+        )
+        if not differs:
+            raise NotExercised("Tokens are equal even where every byte was dropped: equal ones prove nothing.")
+
+
+@_each_mode(
+    "KVX-ADP-002",
+    "client-leaves",
+    "A client leaves while its bytes are under way: both instances come to hold nothing and serve the next request.",
+)
+def client_leaves(mode: Mode, context: Context) -> None:
+    with servers(context, mode) as bench:
+        left, later = bench.prompts([4 * bench.place.small.block_size] * 2)
+        client = _held(bench, left)
+        client.leave()
+        for node in (bench.prefill, bench.decode):
+            limit = bench.bound_s("an abort of an initiator whose operations do not end")
+            free = until(partial(_nothing, bench, node), limit)
+            context.check(free, f"{node.child.name} still holds {bench.open(node)} after {limit:g} s")
+        _serves(context, bench, later)
+
+
+@_each_mode(
+    "KVX-ADP-003",
+    "prefill-killed",
+    "The prefill server is killed while bytes are under way: the client is answered in time, with right tokens or an "
+    "error, and the decode server goes on.",
+)
+def prefill_killed(mode: Mode, context: Context) -> None:
+    with servers(context, mode) as bench:
+        (prompt,) = bench.prompts([4 * bench.place.small.block_size])
+        alone = bench.alone(bench.prompts([4])[0])
+        client = _held(bench, prompt)
+        bench.kill(bench.prefill)
+        bench.gate.unlink()
+        status, tokens = client.answer(bench.bound_s("the peer dies or stops in mid-transfer"))
+        wanted = bench.alone(prompt)
+        context.check(status != 200 or tokens == wanted, f"it answers {tokens} instead of {wanted}")
+        context.check(len(alone) == len(wanted), "the decode server does not go on")
+
+
+@_each_mode(
+    "KVX-ADP-004",
+    "prefill-restarted",
+    "The prefill server is killed and starts again at its addresses: the same decode server takes its blocks.",
+)
+def prefill_restarted(mode: Mode, context: Context) -> None:
+    with servers(context, mode) as bench:
+        first, second = bench.prompts([3 * bench.place.small.block_size + 1] * 2)
+        _serves(context, bench, first)
+        bench.kill(bench.prefill)
+        bench.replace_prefill()
+        _serves(context, bench, second)
+        context.check(bench.decode.child.running, "the decode server has ended")
+
+
+def _held(bench: Servers, prompt: list[int]) -> Client:
+    """A client whose transfer is open on both sides, with no byte moved yet."""
+    bench.gate.touch()
+    client = bench.start(prompt)
+    bench.begun()
+    return client
+
+
+def _nothing(bench: Servers, node: Node) -> bool:
+    return not bench.open(node)
+
+
+def _serves(context: Context, bench: Servers, prompt: list[int]) -> None:
+    """The next request is served by a transfer."""
+    bench.gate.unlink(missing_ok=True)
+    before = bench.received()
+    moved = bench.through(prompt)
+    alone = bench.alone(prompt)
+    context.check(moved == alone, f"the next request has {moved} instead of {alone}")
+    came = until(lambda: bench.received() > before, bench.bound_s("an abort"))
+    context.check(came, "the next request was served without a good transfer: its tokens were computed again")
