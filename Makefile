@@ -14,7 +14,7 @@ INPUTS ?= 20000
 export OPENBLAS_NUM_THREADS := 1
 PYTEST := -m pytest -q --junitxml
 
-.PHONY: help env env-vllm lock test test-deep fuzz test-engines check format bench docs demo clean
+.PHONY: help env env-vllm lock test test-deep fuzz test-engines soak check format bench docs demo clean
 
 help: ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1|\2/p' $(MAKEFILE_LIST) | column -t -s'|'
@@ -39,7 +39,11 @@ fuzz: env ## hostile bytes and peers; INPUTS=1000000 make fuzz for a long run
 	$(PY) -m kvx_conformance.fuzz --inputs $(INPUTS) --json $(RUN)/fuzz.json
 
 test-engines: env-vllm ## real vLLM servers on this machine's CPUs
-	$(VLLM) $(PYTEST) $(RUN)/test-engines.xml -m vllm tests/engines tests/adapters
+	$(VLLM) $(PYTEST) $(RUN)/test-engines.xml -m "vllm and not soak" tests/engines tests/adapters
+
+soak: env-vllm ## 1,000 requests through a pair of vLLM of which clients leave and servers are killed
+	@mkdir -p $(RUN)
+	EVIDENCE=$${EVIDENCE:-$(RUN)} $(VLLM) $(PYTEST) $(RUN)/soak.xml -s -m soak tests/engines
 
 check: env ## lint, format, types and import contracts
 	.venv/bin/ruff check

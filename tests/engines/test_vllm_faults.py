@@ -6,6 +6,7 @@ import json
 import os
 import secrets
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -316,3 +317,135 @@ def test_blocks_in_quarantine_come_back_when_the_writers_death_is_proven(bench: 
     assert freed, consumer.status()
     assert consumer.blocks() == {"total": 64, "free": 64, "held": 0}
     assert bench.serve(trio.prefill, consumer, body, Mode.PUSH).decode.kvx["ok"] is True
+
+
+def bound(instance: Any, what: str) -> float:
+    return bounds(Options.load(instance.server.options, env={}))[what]
+
+
+DIES = "the peer dies or stops in mid-transfer"
+
+
+def test_a_producer_killed_before_during_and_after_transfers(bench: Any, trio: Trio, keep: Any) -> None:
+    """One kill meets transfers of both modes in each phase; the decode server answers all of them, and lives on."""
+    prefill, decode = trio.prefill, trio.decode
+    prompts = dict(zip(("after", "push", "pull", "late pull", "late push"), bench.prompts(32, [100] * 5), strict=True))
+    prompts["push"] = bench.prompts(33, [640])[0]
+    bodies = {name: bench.completion(prompt, 8) for name, prompt in prompts.items()}
+    bodies["after"]["max_tokens"] = 400
+    wanted = {name: prefill.post(body).tokens for name, body in bodies.items()}
+
+    def pushed(name: str) -> tuple[str, Any]:
+        transfer = secrets.token_hex(8)
+        return transfer, bench.dialect.decode_leg(bodies[name], Mode.PUSH, transfer, prefill_address=prefill.control)
+
+    def pulled(name: str) -> Any:
+        first = prefill.post(bench.dialect.prefill_leg(bodies[name], Mode.PULL, ""))
+        return bench.dialect.decode_leg(bodies[name], Mode.PULL, "", prefill_answer=first.body)
+
+    with ThreadPoolExecutor(6) as pool:
+        late_pull = pulled("late pull")
+        answers = {"after": pool.submit(decode.post, pulled("after"))}
+        assert bench.until(lambda: any(end["ok"] for end in list(decode.outcomes().values())[-1:]), 10)
+        trio.turn("prefill", "hold", on=True)
+        transfer, leg = pushed("push")
+        answers["push"] = pool.submit(decode.post, leg)
+        pool.submit(prefill.post, bench.dialect.prefill_leg(bodies["push"], Mode.PUSH, transfer))  # never answered
+        assert bench.until(lambda: states(prefill, transfer) == ["moving"], 10), prefill.status()
+        trio.turn("decode", "mute", on=True)
+        answers["pull"] = pool.submit(decode.post, pulled("pull"))
+        assert bench.until(lambda: ["moving"] in decode.status()["open"].values(), 10), decode.status()
+        prefill.child.signal(signal.SIGKILL)
+        killed = time.monotonic()
+        trio.turn("decode", "mute", on=False)
+        trio.turn("prefill", "hold", on=False)
+        answers["late pull"] = pool.submit(decode.post, late_pull)
+        answers["late push"] = pool.submit(decode.post, pushed("late push")[1])
+        rows = {
+            name: {"answered_after_s": answer.result(120).ended - killed, **answer.result().kvx}
+            for name, answer in answers.items()
+        }
+    equal = {name: answer.result().tokens == wanted[name] for name, answer in answers.items()}
+    bench.restart("prefill")
+    served = {mode: bench.serve(prefill, decode, bodies["push"], mode).decode for mode in MODES}
+    keep("vllm_killed_producer_phases", {"rows": rows, "equal": equal, "bound_s": bound(decode, DIES)})
+    assert equal == dict.fromkeys(rows, True)
+    assert {name: row["ok"] for name, row in rows.items()} == {name: name == "after" for name in rows}
+    assert {rows[name]["reason"] for name in rows if name != "after"} <= {
+        "peer_lost",
+        "lease_ended",
+        "epoch",
+        "transport",
+    }
+    for name in ("push", "pull", "late pull", "late push"):
+        assert rows[name]["seconds"] < bound(decode, DIES) + 5
+    assert all(one.tokens == wanted["push"] and one.kvx["ok"] for one in served.values())
+    assert bench.until(lambda: decode.blocks() == {"total": 64, "free": 64, "held": 0}, 20)
+
+
+def test_a_consumer_killed_in_mid_transfer_and_started_again(bench: Any, trio: Trio, keep: Any) -> None:
+    """The producer has its blocks back in the bound, and serves the new start; nobody restarts it."""
+    prefill, decode = trio.prefill, trio.decode
+    one, other = bench.prompts(34, [640, 300])
+    wanted = {len(prompt): prefill.post(bench.completion(prompt)).tokens for prompt in (one, other)}
+    transfer, before = secrets.token_hex(8), decode.probe()["epoch"]
+    trio.turn("prefill", "hold", on=True)
+    trio.turn("decode", "mute", on=True)
+    with ThreadPoolExecutor(3) as pool:
+        leg = bench.dialect.decode_leg(bench.completion(one), Mode.PUSH, transfer, prefill_address=prefill.control)
+        gone = [pool.submit(decode.post, leg)]
+        pool.submit(prefill.post, bench.dialect.prefill_leg(bench.completion(one), Mode.PUSH, transfer))
+        assert bench.until(lambda: states(prefill, transfer) == ["moving"], 10), prefill.status()
+        first = prefill.post(bench.dialect.prefill_leg(bench.completion(other), Mode.PULL, ""))
+        leg = bench.dialect.decode_leg(bench.completion(other), Mode.PULL, "", prefill_answer=first.body)
+        gone.append(pool.submit(decode.post, leg))
+        assert bench.until(lambda: ["moving"] in decode.status()["open"].values(), 10), decode.status()
+        decode.child.signal(signal.SIGKILL)
+        killed = time.monotonic()
+        lost = [type(answer.exception(60)).__name__ for answer in gone]
+    trio.turn("prefill", "hold", on=False)
+    trio.turn("decode", "mute", on=False)
+    limit = max(bound(prefill, DIES), bound(prefill, "the reader of a ticket dies or never comes"))
+    over = bench.until(lambda: not prefill.status()["open"], limit + 5)
+    seconds = time.monotonic() - killed
+    ticket = parse_ticket(first.kvx["ticket"]).grant.transfer
+    ends = {"push": prefill.outcomes()[transfer], "pull": prefill.outcomes()[ticket]}
+    bench.restart("decode")
+    after = decode.probe()["epoch"]
+    # Nobody has a connection to the new start: what stops now, stops in the handshake.
+    first = prefill.post(bench.dialect.prefill_leg(bench.completion(other), Mode.PULL, ""))
+    leg = bench.dialect.decode_leg(bench.completion(other), Mode.PULL, "", prefill_answer=first.body)
+    with ThreadPoolExecutor(1) as pool:
+        prefill.child.signal(signal.SIGSTOP)
+        waiting = pool.submit(decode.post, leg)
+        time.sleep(2)
+        answered_while_stopped = waiting.done()
+        prefill.child.signal(signal.SIGCONT)
+        slow = waiting.result(60)
+    served = {mode: bench.serve(prefill, decode, bench.completion(one), mode).decode for mode in MODES}
+    keep(
+        "vllm_killed_consumer",
+        {"producer_free_after_s": seconds, "bound_s": limit, "outcomes": ends, "clients": lost, "slow": slow.kvx},
+    )
+    assert over, prefill.status()
+    assert not any(end["ok"] for end in ends.values())
+    assert after != before
+    assert not answered_while_stopped
+    assert (slow.kvx["ok"], slow.tokens) == (True, wanted[300])
+    assert all(answer.tokens == wanted[640] and answer.kvx["ok"] for answer in served.values())
+    for instance in (prefill, decode):
+        assert bench.until(lambda instance=instance: instance.blocks() == {"total": 64, "free": 64, "held": 0}, 20)
+
+
+def test_a_producer_that_accepts_and_never_speaks(bench: Any, trio: Trio, keep: Any) -> None:
+    """Where a handshake can hang for ever, the client waits for ever."""
+    (prompt,) = bench.prompts(35, [100])
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        leg = bench.dialect.decode_leg(bench.completion(prompt), Mode.PUSH, "silent", prefill_address=address)
+        answer = trio.decode.post(leg)
+    limit = bound(trio.decode, "nobody answers at the peer's address")
+    keep("vllm_silent_producer", {"bound_s": limit, "answered_after_s": answer.ended - answer.started, **answer.kvx})
+    assert answer.kvx["ok"] is False
+    assert answer.kvx["seconds"] < limit + 5
+    assert answer.tokens == trio.prefill.post(bench.completion(prompt)).tokens
