@@ -26,6 +26,8 @@ from kvx.driver import Server
 from kvx.operator import ask
 from kvx_vllm.driver import VllmDriver
 
+MUTANT = os.environ.get("KVX_MUTANT", "")
+"""A connector of `mutants.py` that every server runs with: then these tests have to fail."""
 BLOCK = 32
 BLOCK_BYTES = 4 * 4 * BLOCK * 64 * 4
 """Four layers of four heads, keys and values of 32 float32 each."""
@@ -196,10 +198,14 @@ class Bench:
         events = self.cluster.logs / f"{name}.events.jsonl"
         given = {**SHORT, "listen": control, "event_log": str(events), **options}
         own = tuple(word.replace("{control}", str(control_port)) for word in arguments)
+        env = dict(env or {})
+        if MUTANT:
+            own = (*_mutated(given), *own)
+            env.setdefault(
+                "PYTHONPATH", os.pathsep.join((str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")))
+            )
         server = Server(self.model, http_port, options=given, arguments=(*ARGUMENTS, *own))
-        self.instances[name] = instance = Instance(
-            self._launch(name, server, env or {}), server, control, events, env or {}
-        )
+        self.instances[name] = instance = Instance(self._launch(name, server, env), server, control, events, env)
         return instance
 
     def start_single(self, name: str) -> Instance:
@@ -250,6 +256,17 @@ class Bench:
             leg = self.dialect.prefill_leg(body, mode, transfer)
             first = pool.submit(later, prefill, leg, prefill_delay_s).result()
             return Served(first, second.result())
+
+
+def _mutated(options: Mapping[str, Any]) -> tuple[str, str]:
+    config = {
+        "kv_connector": MUTANT,
+        "kv_connector_module_path": "mutants",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": options,
+    }
+    return "--kv-transfer-config", json.dumps(config)
 
 
 @pytest.fixture(scope="session")

@@ -187,6 +187,29 @@ def test_a_client_that_leaves_in_each_state_of_the_leg(bench: Any, trio: Trio, k
     assert bench.serve(trio.prefill, trio.decode, bench.completion(prompt), Mode.PUSH).decode.tokens == wanted
 
 
+def test_blocks_of_a_client_that_left_stay_until_the_writer_has_stopped(bench: Any, trio: Trio, keep: Any) -> None:
+    """Nothing but the writer's word protects this server's memory, and the writer cannot speak."""
+    consumer = trio.exposed
+    (prompt,) = bench.prompts(36, [640])
+    body, transfer = bench.completion(prompt), secrets.token_hex(8)
+    trio.turn("prefill", "hold", on=True)
+    with ThreadPoolExecutor(1) as pool:
+        consumer.enter(bench.dialect.decode_leg(body, Mode.PUSH, transfer, prefill_address=trio.prefill.control))
+        pool.submit(trio.prefill.post, bench.dialect.prefill_leg(body, Mode.PUSH, transfer))
+        assert bench.until(lambda: states(trio.prefill, transfer) == ["moving"], 10), trio.prefill.status()
+        trio.prefill.child.signal(signal.SIGSTOP)
+        consumer.leave()
+        assert bench.until(lambda: states(consumer, transfer) == ["revoking"], 10), consumer.status()
+        held = consumer.blocks()["held"]
+        trio.turn("prefill", "hold", on=False)
+        trio.prefill.child.signal(signal.SIGCONT)
+    over = bench.until(lambda: not consumer.status()["open"], 30)
+    keep("vllm_abort_before_the_writer_stopped", {"held": held, "outcome": consumer.outcomes().get(transfer)})
+    assert held == 20
+    assert over, consumer.status()
+    assert consumer.blocks() == {"total": 64, "free": 64, "held": 0}
+
+
 def _switches_off(trio: Trio) -> None:
     trio.prefill.child.signal(signal.SIGCONT)
     for what in ("hold", "mute"):
