@@ -2,7 +2,26 @@
 
 from __future__ import annotations
 
-from kvx_conformance.suite import adapter, transport_bounds, transport_moving
+from kvx_conformance.suite import (
+    adapter,
+    protocol_wire,
+    transport_bounds,
+    transport_ending,
+    transport_moving,
+    transport_peers,
+    transport_permits,
+    transport_resources,
+)
 from kvx_conformance.suite.case import CASES
 
-__all__ = ["CASES", "adapter", "transport_bounds", "transport_moving"]
+__all__ = [
+    "CASES",
+    "adapter",
+    "protocol_wire",
+    "transport_bounds",
+    "transport_ending",
+    "transport_moving",
+    "transport_peers",
+    "transport_permits",
+    "transport_resources",
+]
