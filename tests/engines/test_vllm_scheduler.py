@@ -37,7 +37,7 @@ class Engine:
     def free(self) -> int:
         return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
-    def request(self, tokens: int, *, transfer: str = "") -> Any:
+    def request(self, tokens: int, *, transfer: str = "", like: Any = None) -> Any:
         from vllm.sampling_params import SamplingParams
         from vllm.v1.request import Request
 
@@ -50,7 +50,7 @@ class Engine:
             params = {"do_remote_prefill": True, "kvx": {"ticket": ticket}}
         sampling = SamplingParams(max_tokens=2, ignore_eos=True, extra_args={"kv_transfer_params": params})
         sampling.update_from_generation_config({}, 1)
-        prompt = [100 * self.made + index for index in range(tokens)]
+        prompt = list(like.prompt_token_ids) if like else [100 * self.made + index for index in range(tokens)]
         made = Request(f"cmpl-{self.made}-0-0123abcd", prompt, sampling, None, block_hasher=self.hash_block)
         self.scheduler.add_request(made)
         return made
@@ -168,7 +168,8 @@ def test_a_load_that_is_ok_computes_the_last_token_only(make_engine: MakeEngine)
 
 def test_a_failed_load_is_recomputed_and_its_blocks_wait_for_released(make_engine: MakeEngine) -> None:
     engine = make_engine("recompute")
-    request, other = engine.request(100, transfer="t1"), engine.request(70)
+    request = engine.request(100, transfer="t1")
+    engine.request(70)
     engine.step()
     assert waiting(request)
     failed = [request.request_id]
@@ -177,7 +178,6 @@ def test_a_failed_load_is_recomputed_and_its_blocks_wait_for_released(make_engin
     assert engine.out.num_scheduled_tokens[request.request_id] == 100
     answer = engine.run()
     assert answer[request.request_id].kv_transfer_params["kvx"]["reason"] == "peer_lost"
-    assert answer[other.request_id].finish_reason.name == "LENGTH"
     assert engine.free == POOL - 4  # failing and freeing are two things
     engine.step(WorkerReport({}, {"t1": 1}))
     assert engine.is_empty()
@@ -192,6 +192,23 @@ def test_a_failed_load_fails_its_request_alone(make_engine: MakeEngine) -> None:
     assert outputs[request.request_id].finish_reason.name == "ERROR"
     engine.step(ended("t2", ok=True, request=other.request_id), finished=[other.request_id])
     assert engine.run()[other.request_id].finish_reason.name == "LENGTH"
+    assert engine.is_empty()
+
+
+@pytest.mark.parametrize(("ok", "computed"), [(False, 100), (True, 4)])
+def test_only_blocks_of_a_load_that_was_ok_are_found_in_the_prefix_cache(
+    make_engine: MakeEngine, ok: bool, computed: int
+) -> None:
+    engine = make_engine("fail")
+    request = engine.request(100, transfer="t1")
+    engine.step()
+    over = [request.request_id]
+    engine.step(ended("t1", ok=ok, request=over[0]), finished=over, failed=[] if ok else over)
+    engine.run()
+    again = engine.request(100, like=request)
+    engine.step()
+    assert engine.out.num_scheduled_tokens == {again.request_id: computed}
+    engine.run()
     assert engine.is_empty()
 
 

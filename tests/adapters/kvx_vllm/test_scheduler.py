@@ -348,7 +348,13 @@ def test_abort_of_a_load_is_still_answered_to_vllm_once() -> None:
     assert not busy(half)
 
 
-def test_loads_of_another_connector_are_passed_on_and_kvxs_own_only_once() -> None:
+def test_unknown_requests_are_never_reported() -> None:
+    half = Half()
+    half.report(WorkerReport(told=frozenset({"gone"})))
+    assert half.loaded({"gone"}, {"gone"}) == set()
+
+
+def test_loads_of_another_connector_are_passed_on() -> None:
     half = Half()
     half.report(WorkerReport(told=frozenset({"gone"})))
     assert half.loaded({"gone", "of another connector"}, ()) == {"of another connector"}
