@@ -18,6 +18,7 @@ from kvx.core.errors import ConfigError
 from kvx_vllm.versions import check_version
 
 FLAG = "--kv-transfer-config"
+MULTI = "MultiConnector"
 
 
 def settings_on(command_line: Sequence[str], connector: str) -> Mapping[str, Any] | None:
@@ -31,10 +32,21 @@ def settings_on(command_line: Sequence[str], connector: str) -> Mapping[str, Any
         config = json.loads(text)
     except ValueError:
         return None  # there is none, or vLLM says it better
-    if isinstance(config, dict) and config.get("kv_connector") == connector:
-        settings = config.get("kv_connector_extra_config") or {}
-        return settings if isinstance(settings, dict) else None
-    return None
+    return _settings_in(config, connector)
+
+
+def _settings_in(config: object, connector: str) -> Mapping[str, Any] | None:
+    """In the configuration of one connector, or of the MultiConnector around it."""
+    if not isinstance(config, dict):
+        return None
+    settings = config.get("kv_connector_extra_config") or {}
+    if not isinstance(settings, dict):
+        return None
+    if config.get("kv_connector") == connector:
+        return settings
+    inner = settings.get("connectors") if config.get("kv_connector") == MULTI else None
+    found = (_settings_in(one, connector) for one in (inner if isinstance(inner, list) else ()))
+    return next((one for one in found if one is not None), None)
 
 
 def check(settings: Mapping[str, Any]) -> None:

@@ -6,9 +6,12 @@ The oracle is a vLLM without kvx: here blocks go both ways, and a server that ta
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import secrets
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,11 +21,14 @@ from typing import Any
 import pytest
 from attrs import frozen
 
+from kvx.cluster import free_ports
 from kvx.core.model import Mode
+from kvx.driver import Launch
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 MODES = [Mode.PULL, Mode.PUSH]
+UPSTREAM = ("test_edge_cases.py", "toy_proxy_server.py")
 EMPTY = {"total": 64, "free": 64, "held": 0}
 
 
@@ -281,6 +287,34 @@ def test_metrics_and_log_lines(bench: Any, servers: Servers, keep: Any) -> None:
     assert after["decode"][refusals] == before["decode"].get(refusals, 0) + 1
     line = f"kvx: transfer {transfer} of request cmpl-"
     assert bench.until(lambda: line in decode.log() and line in prefill.log(), 10)
+
+
+# ------------------------------------------------------------------ upstream's own judge
+
+
+@pytest.mark.skipif("KVX_UPSTREAM" not in os.environ, reason="KVX_UPSTREAM names no folder with upstream's files")
+def test_upstreams_edge_cases_through_its_own_proxy(bench: Any, servers: Servers, keep: Any) -> None:
+    """test_edge_cases.py and toy_proxy_server.py of vllm's tests/v1/kv_connector/nixl_integration, as they are."""
+    folder = Path(os.environ["KVX_UPSTREAM"])
+    (port,) = free_ports(1)
+    ports = {"PREFILL": servers.prefill.server.port, "DECODE": servers.decode.server.port, "PROXY": port}
+    command = [sys.executable, str(folder / "toy_proxy_server.py"), "--port", str(port)]
+    command += ["--prefiller-hosts", "127.0.0.1", "--prefiller-ports", str(ports["PREFILL"])]
+    command += ["--decoder-hosts", "127.0.0.1", "--decoder-ports", str(ports["DECODE"])]
+    before = len(servers.decode.outcomes())
+    proxy = bench.cluster.start("proxy", Launch(tuple(command), {}, "/healthcheck"), f"http://127.0.0.1:{port}")
+    try:
+        bench.cluster.wait_ready(proxy)
+        env = {**os.environ, **{f"{name}_PORT": str(number) for name, number in ports.items()}}
+        judge = (sys.executable, "-m", "pytest", "-q", "-c", os.devnull, str(folder / "test_edge_cases.py"))
+        done = subprocess.run(judge, check=False, env=env, capture_output=True, text=True, timeout=240)
+    finally:
+        bench.cluster.stop(proxy)
+    ends = [{"ok": end["ok"], "bytes": end["bytes"]} for end in list(servers.decode.outcomes().values())[before:]]
+    digests = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in UPSTREAM}
+    keep("vllm_upstream_edge_cases", {"status": done.returncode, "files": digests, "transfers": ends})
+    assert done.returncode == 0, done.stdout
+    assert [end["ok"] for end in ends] == [True] * 3
 
 
 # ------------------------------------------------------------------ beside another connector

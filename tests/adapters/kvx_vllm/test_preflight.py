@@ -12,6 +12,11 @@ from kvx_vllm.versions import check_version
 CONFIG = json.dumps({"kv_connector": "KvxConnector", "kv_connector_extra_config": {"lease_s": 20}})
 
 
+def multi(*connectors: object) -> str:
+    extra = {"connectors": list(connectors)}
+    return json.dumps({"kv_connector": "MultiConnector", "kv_connector_extra_config": extra})
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -20,6 +25,7 @@ CONFIG = json.dumps({"kv_connector": "KvxConnector", "kv_connector_extra_config"
         ["--kv_transfer_config", CONFIG],
         ["--kv-transfer-config", "{}", "--kv-transfer-config", CONFIG],
         ["serve", "--port", "1", f"--kv_transfer_config={CONFIG}", "--x"],
+        ["--kv-transfer-config", multi({"kv_connector": "OffloadingConnector"}, json.loads(CONFIG))],
     ],
 )
 def test_settings_are_found_however_the_flag_is_written(words: list[str]) -> None:
@@ -34,6 +40,8 @@ def test_settings_are_found_however_the_flag_is_written(words: list[str]) -> Non
         ["--kv-transfer-config", "{"],
         ["--kv-transfer-config", "[]"],
         ["--kv-transfer-config", json.dumps({"kv_connector": "NixlConnector"})],
+        ["--kv-transfer-config", multi({"kv_connector": "NixlConnector"}, 3)],
+        ["--kv-transfer-config", json.dumps({"kv_connector": "MultiConnector", "kv_connector_extra_config": 3})],
     ],
 )
 def test_what_is_not_for_kvx_is_left_to_vllm(words: list[str]) -> None:
