@@ -80,6 +80,10 @@ class Ground:
             return np.concatenate([np.zeros(0, np.uint8), *(self.due[cut] for cut in self._slices(pieces))])
         return self.due[self._places(pieces)]
 
+    def look(self, pieces: Descriptors) -> Bytes:
+        """The bytes that stand in a few pieces, in order."""
+        return np.concatenate([np.zeros(0, np.uint8), *(self.memory[cut] for cut in self._slices(pieces))])
+
     def with_bytes(self, pieces: Descriptors, payload: Bytes) -> Bytes:
         """What would be due if these bytes had arrived in these pieces."""
         due, at = self.due.copy(), 0

@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+import numpy as np
 from attrs import define, field, frozen
 
 from kvx.core.errors import KvxError, TransportError
@@ -350,6 +351,10 @@ class Rig:
             self.discard(a, b)
         raise NotExercised("even the largest operation was over before its middle could be seen")
 
+    def rank_of(self, party: Party) -> Rank:
+        """The rank of this process that it is."""
+        return next(rank for rank in self.ranks if rank is party)
+
     def discard(self, *ranks: Rank) -> None:
         """Close ranks whose part in the case is over."""
         for rank in ranks:
@@ -368,6 +373,19 @@ class Rig:
         flaw = move.ground.flaw(move.landed())
         self.context.check(not flaw, f"destination of {_names([move])}: {flaw}, {when}" if flaw else "")
         move.ground.due[:] = move.ground.memory
+
+    def unseen(self, move: Move, when: str) -> None:
+        """A reader has not seen what its source has become. Whatever else stands in its destination (a frame that was
+        begun has to be filled) is an operation's that has failed.
+        """
+        assert move.op is Op.READ
+        ground, source = move.ground, move.target.ground.take(move.remote)
+        there = ground.look(move.local)
+        seen = int(np.count_nonzero((there == source) & (there != move.payload)))
+        # By chance one byte in 256 is the same.
+        context, limit = self.context, max(64, len(there) // 64)
+        context.check(seen < limit, f"{seen} bytes of what the source became were read, {when}")
+        ground.due[:] = ground.memory
 
     def poison(self, ground: Ground) -> None:
         """The owner of this memory uses it for something else: nothing may change it any more."""
