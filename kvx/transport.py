@@ -28,7 +28,10 @@ class Transport(Protocol):
         ...
 
     def register(self, regions: Sequence[Region]) -> None:
-        """Make these regions reachable. Called once, before anything else. Raises TransportError."""
+        """Make these regions reachable. Called once, before anything else.
+
+        Raises TransportError for memory of a kind that is not declared, an index given twice, or a second call.
+        """
         ...
 
     def metadata(self) -> bytes:
@@ -60,7 +63,8 @@ class Transport(Protocol):
 
         An impossible request (unknown peer, lengths that differ, a range outside of a region)
         is answered by OpFailed too, never by an exception. Back-pressure is the transport's:
-        more posts than fit are queued in order.
+        more posts than fit are queued in order. Pieces at the source may overlap; where pieces at
+        the destination do, it fails, or each byte there is one of those that were sent to it.
         """
         ...
 
@@ -81,7 +85,10 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """Give up everything; operations in flight are dropped without a completion."""
+        """Give up everything; operations in flight are dropped without a completion. May be called twice.
+
+        When it returns, nothing reads or writes this rank's memory any more.
+        """
         ...
 
 
