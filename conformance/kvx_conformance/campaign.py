@@ -7,13 +7,17 @@ are done. With a record on disk a million worlds can be lived through in several
 from __future__ import annotations
 
 import hashlib
+import multiprocessing
 import os
+import shutil
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
-from contextlib import closing
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import msgspec
@@ -21,7 +25,7 @@ from attrs import define, field
 
 import kvx
 import kvx_conformance
-from kvx.core.errors import ConfigError
+from kvx.core.errors import ConfigError, KvxError
 from kvx_conformance.sim import Summary, run_world
 
 BATCH = 10
@@ -37,6 +41,7 @@ _AHEAD = 8
 _SAVE_S = 5.0
 _BAR_S = 0.2
 _LINE_S = 30.0
+_LOOK_S = 0.5
 
 
 @define
@@ -104,16 +109,21 @@ def resume(first: int, seeds: int, record: Path | None) -> Tally:
         raise ConfigError(
             f"--record {record} is of other source code: its worlds were others. Remove it to begin anew."
         )
+    if found.totals.keys() != fresh.totals.keys() or not 0 <= found.upto <= found.batches:
+        raise ConfigError(f"--record {record} is not what was written. Remove it to begin anew.")
     return found
 
 
-def run(tally: Tally, jobs: int, record: Path | None, say: Callable[[str], None]) -> None:
-    """Go on until every world has been lived through, or KeyboardInterrupt, which leaves the tally right."""
+def run(tally: Tally, jobs: int, record: Path | None, say: Callable[[str], None]) -> bool:
+    """Go on until every world has been lived through or Ctrl-C was pressed; whether it was.
+
+    Batches that are under way at Ctrl-C are ended and counted. Raises KvxError when a process dies.
+    """
     begun, before = time.monotonic(), tally.seconds
     progress = _Progress(tally, say)
     saved = begun
     try:
-        with closing(_batches(tally, jobs)) as done:
+        with _ctrl_c() as stopping, closing(_batches(tally, jobs, stopping)) as done:
             for number, summaries in done:
                 tally.add(number, summaries)
                 now = time.monotonic()
@@ -126,6 +136,23 @@ def run(tally: Tally, jobs: int, record: Path | None, say: Callable[[str], None]
         progress.clear()
         if record is not None:
             save(tally, record)
+    return stopping.is_set()
+
+
+@contextmanager
+def _ctrl_c() -> Iterator[threading.Event]:
+    """Set by the first Ctrl-C, which therefore tears nothing; the second one interrupts as ever."""
+    stopping, usual = threading.Event(), signal.getsignal(signal.SIGINT)
+
+    def stop(*_: object) -> None:
+        signal.signal(signal.SIGINT, usual)
+        stopping.set()
+
+    signal.signal(signal.SIGINT, stop)
+    try:
+        yield stopping
+    finally:
+        signal.signal(signal.SIGINT, usual)
 
 
 def save(tally: Tally, record: Path) -> None:
@@ -139,34 +166,55 @@ def save(tally: Tally, record: Path) -> None:
         raise ConfigError(f"--record {record} cannot be written: {error.strerror}") from error
 
 
-def _batches(tally: Tally, jobs: int) -> Generator[tuple[int, list[Summary]], None, None]:
-    """The batches that are left, as they end."""
+def _batches(tally: Tally, jobs: int, stopping: threading.Event) -> Generator[tuple[int, list[Summary]], None, None]:
+    """The batches that are left, as they end; after `stopping` only those under way."""
     left = iter([number for number in range(tally.upto, tally.batches) if number not in tally.beyond])
     if jobs == 1:
-        yield from ((number, _live(tally.batch(number))) for number in left)
+        while not stopping.is_set() and (only := next(left, None)) is not None:
+            yield only, _live(tally.batch(only))
         return
-    pool = ProcessPoolExecutor(jobs, initializer=_ignore_interrupt)
+    pool = ProcessPoolExecutor(jobs, initializer=_follow)
     try:
         waiting: dict[Future[list[Summary]], int] = {}
         number = next(left, None)
         while waiting or number is not None:
+            if stopping.is_set():
+                number = None
+                waiting = {future: batch for future, batch in waiting.items() if not future.cancel()}
             while number is not None and number < tally.upto + _AHEAD * jobs:
                 waiting[pool.submit(_live, tally.batch(number))] = number
                 number = next(left, None)
-            done, _ = wait(waiting, return_when="FIRST_COMPLETED")
+            done, _ = wait(waiting, _LOOK_S, "FIRST_COMPLETED")
             for future in done:
                 yield waiting.pop(future), future.result()
+    except BrokenProcessPool as error:
+        raise KvxError("a process of the simulation was killed (out of memory?): its batch is not counted") from error
     finally:
         pool.shutdown(cancel_futures=True)
 
 
 def _live(seeds: Sequence[int]) -> list[Summary]:
-    return [run_world(seed) for seed in seeds]
+    summaries = []
+    for seed in seeds:
+        try:
+            summaries.append(run_world(seed))
+        except Exception as error:
+            error.add_note(f"in the world of seed {seed}")
+            raise
+    return summaries
 
 
-def _ignore_interrupt() -> None:
-    """Ctrl-C reaches the whole group; the parent alone decides what it means."""
+def _follow() -> None:
+    """Ctrl-C reaches the whole group, and the parent alone decides what it means; without it there is nothing to do."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 @define(eq=False)
@@ -193,7 +241,8 @@ class _Progress:
         ending = f"{rate:.0f} each second, {_clock(left_s)} left, {self._tally.violated} violated"
         count = f"{self._tally.worlds} of {self._tally.seeds} worlds, {ending}"
         if self._terminal:
-            sys.stderr.write(f"\r\x1b[K[{'#' * int(20 * share):<20}] {count}")
+            bar = f"[{'#' * int(20 * share):<20}] {count}"
+            sys.stderr.write("\r\x1b[K" + bar[: shutil.get_terminal_size().columns - 1])
             sys.stderr.flush()
         else:
             self._say(count)

@@ -37,25 +37,21 @@ def _one(options: argparse.Namespace) -> int:
         return _shrink(options.seed, options.only)
     tally = Tally(options.seed, 1, campaign.source_digest())
     tally.add(0, [run_world(options.seed, _say if options.trace else None, options.only)])
-    return _told(tally, options.json)
+    return _told(tally, 1, options.json)
 
 
 def _many(options: argparse.Namespace) -> int:
     tally = campaign.resume(options.first, options.seeds, options.record)
     if tally.worlds:
         _say(f"going on after {tally.worlds} of {tally.seeds} worlds")
-    interrupted = False
-    try:
-        campaign.run(tally, options.jobs, options.record, _say)
-    except KeyboardInterrupt:
-        interrupted = True
-        if options.record is not None:
-            _say("stopped; the same command goes on from here")
-    status = _told(tally, options.json)
+    interrupted = campaign.run(tally, options.jobs, options.record, _say)
+    if interrupted and options.record is not None:
+        _say("stopped; the same command goes on from here")
+    status = _told(tally, options.jobs, options.json)
     return 130 if interrupted else status
 
 
-def _told(tally: Tally, json: str | None) -> int:
+def _told(tally: Tally, jobs: int, json: str | None) -> int:
     """Print what came of it. Exit status 1: a world does not hold."""
     counts = ", ".join(f"{number} {name}" for name, number in tally.totals.items())
     _say(f"{tally.worlds} worlds, {counts} in {tally.seconds:.1f} s")
@@ -64,7 +60,7 @@ def _told(tally: Tally, json: str | None) -> int:
     for seed in list(dict.fromkeys(seed for seed, _ in tally.violations))[:SHOWN]:
         _say(f"to see why: kvx sim --seed {seed} --shrink")
     if json:
-        report.write(json, report.document("sim", _fields(tally)))
+        report.write(json, report.document("sim", {"jobs": jobs, **_fields(tally)}))
     return int(bool(tally.violated))
 
 
