@@ -39,8 +39,9 @@ def wait_for(file: Path) -> None:
 def test_stopped_by_ctrl_c_and_gone_on_with_it_counts_every_world_once(tmp_path: Path) -> None:
     record, whole = tmp_path / "record", tmp_path / "whole.json"
     words = ["--first", "7000", "--seeds", "100", "--jobs", "2", "--record", str(record)]
+    program = "import kvx_conformance.campaign as c; c._SAVE_S = 0; c.source_digest = lambda: 'x'\n" + SIM
     first = subprocess.Popen(
-        [sys.executable, "-c", "import kvx_conformance.campaign as c; c._SAVE_S = 0\n" + SIM, *words],
+        [sys.executable, "-c", program, *words],
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
@@ -53,7 +54,7 @@ def test_stopped_by_ctrl_c_and_gone_on_with_it_counts_every_world_once(tmp_path:
     stopped = recorded(record)
     assert 0 < stopped.worlds < 100
 
-    second = subprocess.run([sys.executable, "-c", SIM, *words], capture_output=True, text=True, check=False)
+    second = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, check=False)
     assert second.returncode == 0, second.stderr
     assert f"going on after {stopped.worlds} of 100 worlds" in second.stderr
     assert sim([*words[:4], "--json", str(whole)]) == 0
