@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from kvx_conformance.suite import (
     adapter,
+    protocol_epochs,
+    protocol_grants,
+    protocol_hello,
     protocol_wire,
     transport_bounds,
     transport_ending,
@@ -17,6 +20,9 @@ from kvx_conformance.suite.case import CASES
 __all__ = [
     "CASES",
     "adapter",
+    "protocol_epochs",
+    "protocol_grants",
+    "protocol_hello",
     "protocol_wire",
     "transport_bounds",
     "transport_ending",

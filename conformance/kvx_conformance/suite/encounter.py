@@ -16,12 +16,13 @@ from contextlib import closing
 from enum import Enum
 from typing import Any
 
-from attrs import define, field
+from attrs import define, evolve, field
 
 from kvx.config import Options
 from kvx.core import wire
+from kvx.core.errors import KvxError
 from kvx.core.events import OpDone
-from kvx.core.messages import Ack, Done, GrantMessage, Renew
+from kvx.core.messages import Ack, Command, Done, GrantMessage, Renew
 from kvx.core.model import (
     BlockTable,
     Grant,
@@ -107,10 +108,19 @@ class Toy:
         }
         loaded = Options.load(settings, env={})
         opener = guarded("instance", subject.opener)
-        self.kvx: EngineInstance = guarded(
-            "instance", opener, loaded, self.actor.layout, [region_of(self.actor.cache)], epoch=epoch
-        )
+        region = region_of(self.actor.cache)
+        self.kvx: EngineInstance = opener(loaded, self.actor.layout, [region], epoch=epoch)
         context.enter(closing(self))
+
+    @classmethod
+    def open(cls, context: Context, name: str, key: str, epoch: int, options: Mapping[str, Any]) -> Toy:
+        """Raises KvxError where the instance refuses to begin; any other exception of it is a Finding."""
+        try:
+            return cls(context, name, key, epoch, options)
+        except KvxError:
+            raise
+        except Exception as error:
+            raise Finding(f"`open_instance` raised {type(error).__name__}: {error}") from error
 
     @property
     def info(self) -> InstanceInfo:
@@ -191,15 +201,19 @@ class Encounter:
         self.peers: list[ScriptedPeer] = []
         self.key = key
         self.options = options
-        self.toys = [Toy(context, "toy", key, secrets.randbits(63) if epoch is None else epoch, options)]
+        self.toys: list[Toy] = []
+        self.begin(secrets.randbits(63) if epoch is None else epoch)
 
     @property
     def toy(self) -> Toy:
         return self.toys[-1]
 
-    def another(self) -> Toy:
-        """A second start of the same instance, beside the first: for what two starts must not have in common."""
-        self.toys.append(Toy(self.context, "toy", self.key, secrets.randbits(63), self.options))
+    def begin(self, epoch: int) -> Toy:
+        """Start the instance, for the first time or once more beside the first."""
+        try:
+            self.toys.append(Toy.open(self.context, "toy", self.key, epoch, self.options))
+        except KvxError as error:
+            raise Finding(f"the instance does not begin: {error}") from error
         return self.toy
 
     def peer(self, name: str = "peer", **more: Any) -> ScriptedPeer:
@@ -230,6 +244,22 @@ class Encounter:
 
     def roles(self) -> list[tuple[Mode, Side]]:
         return [(mode, side) for mode in self.modes() for side in Side]
+
+    def command(self, verb: str, argument: str = "", **changes: Any) -> Ack:
+        """What a router or operator says, on a connection of its own, and the answer; but for `changes`."""
+        line = self.peer(f"router-{len(self.peers)}", epoch=0).dial(self.toy.info.address).greet(2)
+        nonce = secrets.token_bytes(16)
+        key = line.peer.key
+        facts: dict[str, Any] = {
+            "key": key,
+            "challenge": line.their_nonce,
+            "verb": verb,
+            "argument": argument,
+            **changes,
+        }
+        proof = wire.command_proof(facts["key"], facts["challenge"], facts["verb"], facts["argument"], nonce)
+        line.say(Command(verb, argument, nonce, proof))
+        return line.hear(Ack, nonce.hex())
 
     # --------------------------------------------------------------------- waiting
 
@@ -324,7 +354,13 @@ class Facing:
     peer: ScriptedPeer
     step: Step | None = None
     claimed: bool = True
-    """An initiator's engine says Claim before its blocks."""
+    """A producer's engine says Claim before its blocks."""
+    start: int = 0
+    """What the instance exposes begins at this token."""
+    lease_s: float = 60.0
+    """Of the peer's grant."""
+    altered: Mapping[str, Any] = field(factory=dict)
+    """Further changes of the peer's grant."""
     theirs: InstanceInfo = field(init=False)
     grant: Grant = field(init=False)
     mine: BlockTable = field(init=False)
@@ -336,11 +372,20 @@ class Facing:
         assert self._line is not None
         return self._line
 
+    @line.setter
+    def line(self, line: Line) -> None:
+        self._line = line
+
     @property
     def role(self) -> Role:
         """The peer's."""
         produces = (self.mode is Mode.PUSH) is (self.side is Side.TARGET)
         return Role.PRODUCER if produces else Role.CONSUMER
+
+    @property
+    def bound(self) -> bool:
+        """The instance knows that this peer takes part: it dialled it, or has accepted a word about the transfer."""
+        return not self.dialled_by_peer or self.step is not Step.EXPOSED
 
     @property
     def op(self) -> Op:
@@ -412,7 +457,7 @@ class Facing:
     def _offer(self) -> None:
         """The engine exposes; the peer has the grant, which came by message or as a ticket, and blocks for it."""
         push = self.mode is Mode.PUSH
-        self.call("expose", address=self.peer.address if push else None)
+        self.call("expose", address=self.peer.address if push else None, start=self.start)
         self.mine = self.peer.take(BLOCKS)
         if not push:
             self.grant = self.encounter.toy.ticket(self.transfer).grant
@@ -474,7 +519,8 @@ class Facing:
     def _ask(self) -> None:
         """The engine claims, and the two are connected."""
         self.mine = self.peer.take(BLOCKS)
-        self.grant = self.peer.grant(self.transfer, self.mode, self.mine, TOKENS)
+        grant = self.peer.grant(self.transfer, self.mode, self.mine, TOKENS, lease_s=self.lease_s)
+        self.grant = evolve(grant, **self.altered)
         if self.mode is Mode.PUSH:
             if self.claimed:
                 self.call("claim")
@@ -483,7 +529,8 @@ class Facing:
             self.peer.cache.fill(_CONTENT, (0,), self.mine, None)
             self.call("claim", ticket=self.peer.ticket(self.grant))
             self.connect()
-            self.peer.permit(self.grant, self.theirs)
+            if not self.altered:
+                self.peer.permit(self.grant, self.theirs)
 
     def _give(self) -> None:
         if self.mode is Mode.PUSH:
@@ -505,6 +552,11 @@ class Facing:
         toy = self.encounter.toy.actor
         blocks = BlockTable.of(toy.jobs[self.transfer].blocks[:cut])
         return not toy.cache.flaws(_CONTENT, (0,), blocks, CUT)
+
+    def hand_over(self) -> None:
+        """An initiator's engine hands over the rest of its blocks: without its last part nothing is released."""
+        if self.side is Side.INITIATOR and self.step not in (Step.SETTLING, Step.OVER):
+            self.stage(CUT if self.step is Step.MOVING else 0, TOKENS)
 
     def hear_done(self) -> Done:
         """Done comes, and all bytes were there before it."""

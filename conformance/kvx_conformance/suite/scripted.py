@@ -83,6 +83,8 @@ class Line:
     """What the instance has told of itself; None before the handshake's end."""
     heard: list[Message] = field(factory=list)
     """All that came, in order, keepalives included."""
+    sent: bytearray = field(factory=bytearray)
+    """All that was said, as it went over the wire."""
     ended: bool = False
     """The instance has closed it."""
     _unread: deque[Message] = field(factory=deque)
@@ -92,6 +94,7 @@ class Line:
 
     def send(self, data: bytes) -> None:
         """Bytes as they are. What an instance that has hung up does not take is lost without a word."""
+        self.sent += data
         try:
             self.sock.settimeout(_SEND_S)
             self.sock.sendall(data)
@@ -216,6 +219,11 @@ class Line:
         """Everything of this kind that has ever come."""
         return [m for m in self.heard if isinstance(m, kind) and (transfer is None or _about(m, transfer))]
 
+    @property
+    def pings(self) -> int:
+        """Keepalives that have come."""
+        return self.heard.count(Renew(echo=True))
+
     def story(self) -> str:
         return ", ".join(type(message).__name__ for message in self.heard[-12:]) or "nothing"
 
@@ -320,7 +328,7 @@ class ScriptedPeer:
         """Speaks as a later version might."""
         self.cache = Cache(self.layout)
         self.lines: list[Line] = []
-        self._context = context
+        self.context = context
         self._shape = shape
         self._listener = context.enter(socket.create_server(("127.0.0.1", 0), backlog=16))
         self._listener.settimeout(0)
@@ -338,23 +346,27 @@ class ScriptedPeer:
     def info(self) -> InstanceInfo:
         mine = (self.peer.instance, self.peer.rank, self.epoch, self.address)
         addresses = (self.address,) * self.layout.ranks
-        return InstanceInfo(*mine, self.layout, (self._context.subject.transport,), addresses)
+        return InstanceInfo(*mine, self.layout, (self.context.subject.transport,), addresses)
 
     @property
     def metadata(self) -> dict[str, bytes]:
-        return {self._context.subject.transport: guarded("transport", self.transport.metadata)}
+        return {self.context.subject.transport: guarded("transport", self.transport.metadata)}
 
     @property
     def transport(self) -> Transport:
         """Its data plane, made when it is first needed."""
         if self._transport is None:
             section: dict[str, Any] = {"secret": self.key} if self.key else {}
-            made: Transport = guarded("transport", self._context.subject.make_transport, str(self.peer), **section)
-            self._context.enter(closing(made))
+            made: Transport = guarded("transport", self.context.subject.make_transport, str(self.peer), **section)
+            self.context.enter(closing(made))
             guarded("transport", made.register, [region_of(self.cache)])
             self._transport = made
             return made
         return self._transport
+
+    def stop_listening(self) -> None:
+        """Whoever dials it is refused from now on."""
+        self._listener.close()
 
     def restart(self) -> None:
         """Another start of the same instance: a new epoch, no lines, nothing remembered, the same address."""
@@ -389,13 +401,13 @@ class ScriptedPeer:
 
     def _line(self, sock: socket.socket, *, dialler: bool) -> Line:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        line = Line(self, self._context.enter(sock), dialler)
+        line = Line(self, self.context.enter(sock), dialler)
         self.lines.append(line)
         return line
 
     def serve(self) -> None:
         """Take what has come on all lines, and let the transport move bytes."""
-        with suppress(BlockingIOError):
+        with suppress(BlockingIOError, ValueError, OSError):
             self._accepted.append(self._line(self._listener.accept()[0], dialler=False))
         for line in self.lines:
             line.serve()
@@ -407,8 +419,10 @@ class ScriptedPeer:
     # ----------------------------------------------------------------------- words
 
     def take(self, count: int) -> BlockTable:
-        """So many blocks of its own that nothing else has."""
-        first, self._next_block = self._next_block, self._next_block + count
+        """So many blocks of its own, poisoned; those that were taken first come again in the end."""
+        first = self._next_block if self._next_block + count <= self.layout.num_blocks else 0
+        self._next_block = first + count
+        self.cache.poison(range(first, first + count))
         return BlockTable.of(reversed(range(first, first + count)))
 
     def plan(self, theirs: InstanceInfo, role: Role) -> LegPlan:
@@ -447,7 +461,7 @@ class ScriptedPeer:
         body = next((m for m in reversed(line.heard) if isinstance(m, Hello) and m.info is not None), None)
         if body is None or body.info is None:
             raise Finding("the instance has not sent its body")
-        name = self._context.subject.transport
+        name = self.context.subject.transport
         if name not in body.metadata:
             raise Finding(f"the instance's body has no metadata of transport {name!r}")
         guarded("transport", self.transport.connect, body.info, body.metadata[name])
