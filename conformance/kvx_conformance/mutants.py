@@ -1,8 +1,8 @@
 """`python -m kvx_conformance.mutants`: does a test fail when a rule is taken out of the code?
 
-Works on a temporary copy of a checkout. Each mutant's own test runs first without the edit (it
-has to pass), then with it (it has to fail); with `--worlds N` that many simulated worlds are
-tried as well, which shows what the simulation alone would have found.
+Works on temporary copies of a checkout. The tests that the mutants name run first without any
+edit (they have to pass), then each with its mutant's edit (it has to fail); with `--worlds N` that
+many simulated worlds are tried as well, which shows what the simulation alone would have found.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 
 from attrs import asdict, frozen
 
@@ -65,10 +67,10 @@ class Tree:
             check=False,
         )
 
-    def test(self, test: str) -> tuple[int, str]:
+    def test(self, *tests: str) -> tuple[int, str]:
         """Exit status of pytest and its last line."""
         try:
-            done = self.run("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--timeout", "60", test)
+            done = self.run("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--timeout", "60", *tests)
         except subprocess.TimeoutExpired:
             return 1, f"no end within {LIMIT_S:g} s"
         lines = (done.stdout + done.stderr).strip().splitlines()
@@ -77,7 +79,7 @@ class Tree:
     def worlds(self, number: int) -> int:
         """How many of that many worlds fail."""
         target = self.place / "sim.json"
-        self.run("-c", SIM, "--seeds", str(number), "--json", str(target))
+        self.run("-c", SIM, "--seeds", str(number), "--jobs", "1", "--json", str(target))
         violations = json.loads(target.read_text())["violations"]
         return len({found["seed"] for found in violations})
 
@@ -92,11 +94,8 @@ class Tree:
 
 
 def judge(tree: Tree, mutant: Mutant, worlds: int) -> Verdict:
-    """Run a mutant's test without and with its edit."""
+    """Run a mutant's test, which passes without it, with its edit."""
     started = time.monotonic()
-    status, line = tree.test(mutant.test)
-    if status != 0:
-        return Verdict(mutant, False, f"fails without the edit: {line}", None, time.monotonic() - started)
     try:
         before = tree.edit(mutant)
     except ValueError as error:
@@ -110,24 +109,43 @@ def judge(tree: Tree, mutant: Mutant, worlds: int) -> Verdict:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status 0: every mutant is killed; 1: one survives; 2: usage."""
+    """Exit status 0: every mutant is killed; 1: one survives, or a test fails without any; 2: usage."""
     parser = argparse.ArgumentParser(
         prog="python -m kvx_conformance.mutants", description="Take rules out, one by one."
     )
     parser.add_argument("--only", metavar="TEXT", help="those whose rule is TEXT, or whose description has it")
     parser.add_argument("--worlds", type=int, default=0, metavar="N", help="try N simulated worlds as well")
     parser.add_argument("--tree", type=Path, default=Path.cwd(), metavar="DIR", help="the checkout (default: here)")
+    cores = len(os.sched_getaffinity(0))
+    parser.add_argument(
+        "--jobs", type=int, default=cores, metavar="N", help=f"mutants at a time (default: all cores, {cores})"
+    )
     report.add_json_argument(parser)
     options = parser.parse_args(argv)
+    if options.jobs < 1:
+        parser.error("--jobs: at least 1")
     chosen = [m for m in MUTANTS if not options.only or options.only == m.rule or options.only in m.removes]
     if not chosen or not (options.tree / "tests").is_dir():
         parser.error("no such mutant" if not chosen else f"{options.tree} is no checkout of kvx")
-    verdicts = []
-    with tempfile.TemporaryDirectory(prefix="kvx-mutants-") as place:
-        tree = Tree(options.tree, Path(place))
-        for mutant in chosen:
-            verdicts.append(judge(tree, mutant, options.worlds))
-            sys.stderr.write(_row(verdicts[-1]) + "\n")
+    verdicts, trees = [], SimpleQueue[Tree]()
+
+    def with_a_tree(mutant: Mutant) -> Verdict:
+        tree = trees.get()
+        try:
+            return judge(tree, mutant, options.worlds)
+        finally:
+            trees.put(tree)
+
+    with tempfile.TemporaryDirectory(prefix="kvx-mutants-") as place, ThreadPoolExecutor(options.jobs) as pool:
+        for number in range(options.jobs):
+            trees.put(tree := Tree(options.tree, Path(place) / str(number)))
+        status, line = tree.test(*sorted({mutant.test for mutant in chosen}))
+        if status != 0:
+            sys.stderr.write(f"without any edit: {line}\n")
+            return 1
+        for verdict in pool.map(with_a_tree, chosen):
+            verdicts.append(verdict)
+            sys.stderr.write(_row(verdict) + "\n")
     survivors = [verdict for verdict in verdicts if not verdict.killed]
     sys.stderr.write(f"{len(verdicts) - len(survivors)} of {len(verdicts)} killed\n")
     if options.json:
