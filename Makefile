@@ -31,9 +31,10 @@ lock: ## renew requirements/*.txt with the newest releases
 test: env ## the quick tests, without an engine
 	$(PY) $(PYTEST) $(RUN)/test.xml -n auto -m "not vllm and not slow"
 
-test-deep: env fuzz ## slow tests, 20,000 hostile inputs and 10,000 simulated worlds
+test-deep: env fuzz ## slow tests, 20,000 hostile inputs, all mutants and 10,000 simulated worlds
 	$(PY) $(PYTEST) $(RUN)/test-deep.xml -m "slow and not vllm"
-	.venv/bin/kvx sim --seeds 10000 --jobs "$$(nproc)" --json $(RUN)/sim.json
+	$(PY) -m kvx_conformance.mutants --json $(RUN)/mutants.json
+	.venv/bin/kvx sim --seeds 10000 --json $(RUN)/sim.json
 
 fuzz: env ## hostile bytes and peers; INPUTS=1000000 make fuzz for a long run
 	$(PY) -m kvx_conformance.fuzz --inputs $(INPUTS) --json $(RUN)/fuzz.json
