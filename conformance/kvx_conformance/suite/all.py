@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from kvx_conformance.suite import (
     adapter,
+    protocol_ending,
     protocol_epochs,
     protocol_grants,
     protocol_hello,
+    protocol_moving,
+    protocol_over,
+    protocol_time,
     protocol_wire,
     transport_bounds,
     transport_ending,
@@ -20,9 +24,13 @@ from kvx_conformance.suite.case import CASES
 __all__ = [
     "CASES",
     "adapter",
+    "protocol_ending",
     "protocol_epochs",
     "protocol_grants",
     "protocol_hello",
+    "protocol_moving",
+    "protocol_over",
+    "protocol_time",
     "protocol_wire",
     "transport_bounds",
     "transport_ending",

@@ -1,6 +1,6 @@
 """An instance under test face to face with scripted peers, and its transfers step by step.
 
-`Toy` is a small engine on the instance. `Facing` is one transfer of it in one of its four roles, which can be
+`Facing` is one transfer of it in one of its four roles, which can be
 brought to any step of the protocol and from there to its good end. When an encounter is over, everything is
 looked at: each transfer was reported once, no block was touched that was not handed out, and a good peer is
 served in every way that the transport declares.
@@ -12,13 +12,11 @@ import secrets
 import select
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import closing
 from enum import Enum
 from typing import Any
 
 from attrs import define, evolve, field
 
-from kvx.config import Options
 from kvx.core import wire
 from kvx.core.errors import KvxError
 from kvx.core.events import OpDone
@@ -28,49 +26,28 @@ from kvx.core.model import (
     Grant,
     InstanceInfo,
     Mode,
-    Offered,
     Op,
     Outcome,
     Part,
     Reason,
-    Released,
     Role,
     Side,
     Stamp,
-    Ticket,
 )
-from kvx.engine import EngineInstance
-from kvx_conformance.actor import Actor, Call, seed_of
 from kvx_conformance.suite.case import Context, Finding
-from kvx_conformance.suite.scripted import SHAPE, Line, ScriptedPeer, guarded, region_of
+from kvx_conformance.suite.line import Line
+from kvx_conformance.suite.scripted import SHAPE, ScriptedPeer
 from kvx_conformance.suite.subject import Feature
+from kvx_conformance.suite.toy_under_test import TOKENS, Toy
 
-CALM: Mapping[str, float] = {
-    "lease_s": 12.0,
-    "patience_s": 12.0,
-    "part_gap_s": 12.0,
-    "op_timeout_s": 12.0,
-    "drain_limit_s": 2.0,
-    "grace_s": 3.0,
-    "quarantine_s": 0.2,
-    "transfer_max_s": 30.0,
-    "keepalive_s": 2.0,
-    "lost_s": 6.0,
-    "ack_wait_s": 12.0,
-    "handshake_s": 6.0,
-}
-"""Bounds that no case comes near unless it shortens one of them; seconds."""
 LIMIT_S = 8.0
 """How long anything may take that has to happen at all and that no bound of the instance decides."""
 LINGER_S = 0.03
 """How long a case waits for what must not come."""
-TOKENS = 60
-"""Of a prompt: three whole blocks and a part of a fourth."""
 BLOCKS = 4
 CUT = 32
 """Where a prompt that is handed over in two parts is cut."""
 _TURN_S = 0.002
-_BYSTANDER = 5
 _CONTENT = 7
 
 
@@ -82,115 +59,6 @@ class Step(Enum):
     MOVING = "moving"  # half of the bytes are there
     SETTLING = "settling"  # all of them, and Done was said
     OVER = "over"
-
-
-class Toy:
-    """A toy engine on the instance under test. It polls when the encounter is served."""
-
-    def __init__(self, context: Context, name: str, key: str, epoch: int, options: Mapping[str, Any]) -> None:
-        subject = context.subject
-        self.name = name
-        self.actor = Actor(SHAPE, 0, seed_of(name))
-        taken = self.actor.pool.take("bystander", [2], context.rng)
-        assert taken is not None
-        self._bystander: BlockTable = taken
-        self.actor.cache.fill(_BYSTANDER, (0,), taken, None)
-        self.told: dict[str, list[Outcome | Released | Offered]] = {}
-        self.key = key.encode()
-        settings: dict[str, Any] = {
-            "instance": name,
-            "listen": "127.0.0.1:0",
-            "transports": [subject.transport],
-            subject.transport: dict(subject.options),
-            **{bound: seconds * context.pace for bound, seconds in CALM.items()},
-            **options,
-            **({"secret": key} if key else {}),
-        }
-        loaded = Options.load(settings, env={})
-        opener = guarded("instance", subject.opener)
-        region = region_of(self.actor.cache)
-        self.kvx: EngineInstance = opener(loaded, self.actor.layout, [region], epoch=epoch)
-        context.enter(closing(self))
-
-    @classmethod
-    def open(cls, context: Context, name: str, key: str, epoch: int, options: Mapping[str, Any]) -> Toy:
-        """Raises KvxError where the instance refuses to begin; any other exception of it is a Finding."""
-        try:
-            return cls(context, name, key, epoch, options)
-        except KvxError:
-            raise
-        except Exception as error:
-            raise Finding(f"`open_instance` raised {type(error).__name__}: {error}") from error
-
-    @property
-    def info(self) -> InstanceInfo:
-        return self.kvx.info
-
-    def close(self) -> None:
-        guarded(self.name, self.kvx.close)
-
-    def call(
-        self,
-        do: str,
-        transfer: str,
-        mode: Mode,
-        *,
-        address: str | None = None,
-        ticket: Ticket | None = None,
-        **more: Any,
-    ) -> None:
-        """What an engine says, see `actor.Call`; the producer of a transfer is `producer`, by default this toy."""
-        facts: dict[str, Any] = {"producer": self.name, "tokens": TOKENS, **more}
-        call = Call(self.name, do, transfer, mode, **facts)
-        lease_s = CALM["lease_s"] if call.lease_s is None else call.lease_s
-        event = self.actor.call(call, address=address, ticket=ticket, lease_s=lease_s)
-        guarded(self.name, self.kvx.put, [event])
-
-    def serve(self) -> None:
-        for news in guarded(self.name, self.kvx.news):
-            transfer = news.grant.transfer if isinstance(news, Offered) else news.transfer
-            self.told.setdefault(transfer, []).append(news)
-            self.actor.hear(news)
-
-    def outcomes(self, transfer: str) -> list[Outcome]:
-        return [news for news in self.told.get(transfer, ()) if isinstance(news, Outcome)]
-
-    def released(self, transfer: str) -> bool:
-        return any(isinstance(news, Released) for news in self.told.get(transfer, ()))
-
-    def ticket(self, transfer: str, lease_s: float | None = None, **changes: Any) -> Ticket:
-        """The ticket for what was exposed, as `kvx.instance.make_ticket` makes it."""
-        first, blocks = self.actor.table(transfer)
-        grant = Grant(
-            transfer=transfer,
-            owner=self.info.peer,
-            epoch=self.info.epoch,
-            generation=0,
-            mode=Mode.PULL,
-            first=(first,),
-            blocks=blocks,
-            tokens=TOKENS,
-            lease_s=CALM["lease_s"] if lease_s is None else lease_s,
-            address=self.info.address,
-        )
-        return wire.make_ticket(grant, self.key)
-
-    def flaws(self) -> list[str]:
-        """What must never be, at any time."""
-        found = self.actor.flaws()
-        found += [f"a bystander's {flaw}" for flaw in self._changed(_BYSTANDER, 0, self._bystander, 32)]
-        for transfer, job in self.actor.jobs.items():
-            if job.role is Role.PRODUCER and job.blocks and job.finished and not job.given_back:
-                changed = self._changed(job.content, job.first, BlockTable.of(job.blocks), job.tokens)
-                found += [f"{transfer}: a producer's blocks were written: {flaw}" for flaw in changed]
-        return found
-
-    def _changed(self, content: int, first: int, blocks: BlockTable, tokens: int) -> list[str]:
-        return self.actor.cache.flaws(content, (first,), blocks, tokens)
-
-    def kept(self) -> list[str]:
-        """Transfers whose blocks have not come back."""
-        return [transfer for transfer, job in self.actor.jobs.items() if job.blocks and not job.given_back]
 
 
 class Encounter:
@@ -245,19 +113,16 @@ class Encounter:
     def roles(self) -> list[tuple[Mode, Side]]:
         return [(mode, side) for mode in self.modes() for side in Side]
 
-    def command(self, verb: str, argument: str = "", **changes: Any) -> Ack:
-        """What a router or operator says, on a connection of its own, and the answer; but for `changes`."""
+    def command(self, verb: str, argument: str = "", changes: Mapping[str, Any] | None = None) -> Ack:
+        """What a router or operator says, on a connection of its own, and the answer.
+
+        `changes` are of what its proof covers.
+        """
         line = self.peer(f"router-{len(self.peers)}", epoch=0).dial(self.toy.info.address).greet(2)
         nonce = secrets.token_bytes(16)
-        key = line.peer.key
-        facts: dict[str, Any] = {
-            "key": key,
-            "challenge": line.their_nonce,
-            "verb": verb,
-            "argument": argument,
-            **changes,
-        }
-        proof = wire.command_proof(facts["key"], facts["challenge"], facts["verb"], facts["argument"], nonce)
+        covers: dict[str, Any] = {"challenge": line.their_nonce, "verb": verb, "argument": argument, "nonce": nonce}
+        covers |= changes or {}
+        proof = wire.command_proof(covers.pop("key", line.peer.key), **covers)
         line.say(Command(verb, argument, nonce, proof))
         return line.hear(Ack, nonce.hex())
 
@@ -357,8 +222,8 @@ class Facing:
     """A producer's engine says Claim before its blocks."""
     start: int = 0
     """What the instance exposes begins at this token."""
-    lease_s: float = 60.0
-    """Of the peer's grant."""
+    lease_s: float | None = None
+    """Of the target's grant; by default longer than any case."""
     altered: Mapping[str, Any] = field(factory=dict)
     """Further changes of the peer's grant."""
     theirs: InstanceInfo = field(init=False)
@@ -457,10 +322,10 @@ class Facing:
     def _offer(self) -> None:
         """The engine exposes; the peer has the grant, which came by message or as a ticket, and blocks for it."""
         push = self.mode is Mode.PUSH
-        self.call("expose", address=self.peer.address if push else None, start=self.start)
+        self.call("expose", address=self.peer.address if push else None, start=self.start, lease_s=self.lease_s)
         self.mine = self.peer.take(BLOCKS)
         if not push:
-            self.grant = self.encounter.toy.ticket(self.transfer).grant
+            self.grant = self.encounter.toy.ticket(self.transfer, self.lease_s).grant
         line = self.connect()
         if push:
             self.grant = line.hear(GrantMessage, self.transfer).grant
@@ -519,7 +384,9 @@ class Facing:
     def _ask(self) -> None:
         """The engine claims, and the two are connected."""
         self.mine = self.peer.take(BLOCKS)
-        grant = self.peer.grant(self.transfer, self.mode, self.mine, TOKENS, lease_s=self.lease_s)
+        grant = self.peer.grant(
+            self.transfer, self.mode, self.mine, TOKENS, lease_s=60.0 if self.lease_s is None else self.lease_s
+        )
         self.grant = evolve(grant, **self.altered)
         if self.mode is Mode.PUSH:
             if self.claimed:

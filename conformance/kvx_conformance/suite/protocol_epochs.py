@@ -49,8 +49,8 @@ def as_given(context: Context) -> None:
 @case(
     "KVX-EPO-002",
     "wrong-epochs",
-    "Every message that could end a transfer comes with another epoch of the sender, or of the receiver, or with none, "
-    "at every step: each is dropped.",
+    "Every message that could end a transfer comes with another epoch of the sender, or of the receiver, or with "
+    "none, at every step: each is dropped.",
 )
 def wrong_epochs(context: Context) -> None:
     encounter = Encounter(context)
@@ -88,8 +88,8 @@ def restarted(context: Context) -> None:
 @case(
     "KVX-EPO-004",
     "newest",
-    "A peer opens a second connection and proves itself: what is said to it comes on that one, also if it asks on the "
-    "old one.",
+    "A peer opens a second connection and proves itself: what is said to it comes on that one, also if it asks on the"
+    " old one.",
 )
 def newest(context: Context) -> None:
     encounter = Encounter(context)

@@ -11,8 +11,9 @@ from kvx.core import wire
 from kvx.core.messages import Ack, Done, Renew, Revoke, Stopped
 from kvx.core.model import BlockTable, Mode, Offered, Reason, Side, Ticket
 from kvx_conformance.suite.case import Context, case
-from kvx_conformance.suite.encounter import BLOCKS, CUT, TOKENS, Encounter, Facing, Step
+from kvx_conformance.suite.encounter import BLOCKS, CUT, Encounter, Facing, Step
 from kvx_conformance.suite.subject import Feature
+from kvx_conformance.suite.toy_under_test import TOKENS
 
 WRITE, READ = (Feature.WRITE,), (Feature.READ,)
 
@@ -111,8 +112,8 @@ def not_met(context: Context) -> None:
 @case(
     "KVX-GRT-005",
     "early",
-    "A grant comes before the engine has said a word of the transfer: it is kept and offered, and serves the engine's "
-    "first part.",
+    "A grant comes before the engine has said a word of the transfer: it is kept and offered, and serves the engine's"
+    " first part.",
     needs=WRITE,
 )
 def early(context: Context) -> None:
@@ -291,8 +292,8 @@ def _refuses(context: Context, rule: Callable[[str], bool]) -> None:
 @case(
     "KVX-BND-001",
     "block-ids",
-    "A grant and a ticket name blocks that their owner does not have, or one twice: the transfer fails with `bounds`, "
-    "and no byte moves.",
+    "A grant and a ticket name blocks that their owner does not have, or one twice: the transfer fails with `bounds`,"
+    " and no byte moves.",
 )
 def block_ids(context: Context) -> None:
     _refuses(context, lambda what: what.startswith("a block"))
@@ -366,8 +367,8 @@ def prompts_differ(context: Context) -> None:
 @case(
     "KVX-LEG-002",
     "grant",
-    "A grant names other legs or another plan: the transfer fails with `layout` at once, the owner hears Stopped, and "
-    "no byte moves.",
+    "A grant names other legs or another plan: the transfer fails with `layout` at once, the owner hears Stopped, and"
+    " no byte moves.",
     needs=WRITE,
 )
 def other_legs(context: Context) -> None:

@@ -14,9 +14,10 @@ from kvx.core.messages import Hello, Renew, Stopped
 from kvx.core.model import Mode, Reason, Side
 from kvx_conformance.actor import Shape
 from kvx_conformance.suite.case import Context, Finding, case
-from kvx_conformance.suite.encounter import Encounter, Facing, Step, Toy
+from kvx_conformance.suite.encounter import Encounter, Facing, Step
+from kvx_conformance.suite.line import Line
 from kvx_conformance.suite.protocol_wire import OPEN
-from kvx_conformance.suite.scripted import Line
+from kvx_conformance.suite.toy_under_test import Toy
 
 SECRET = "a secret that this case alone knows"  # noqa: S105 - it guards nothing
 OTHER = Shape(block_size=16, model="another")
@@ -107,8 +108,8 @@ def no_body_for_others(context: Context) -> None:
 @case(
     "KVX-HEL-002",
     "proof-covers",
-    "Proofs that are right but for one thing that they have to cover come from a dialler and from an acceptor: each is "
-    "refused.",
+    "Proofs that are right but for one thing that they have to cover come from a dialler and from an acceptor: each "
+    "is refused.",
 )
 def proof_covers(context: Context) -> None:
     for key in ("", SECRET):
@@ -204,8 +205,8 @@ def recorded(context: Context) -> None:
 @case(
     "KVX-HEL-004",
     "claimed-restart",
-    "Somebody says Hello with another epoch of a peer and proves nothing, at every step of that peer's transfers: they "
-    "go on.",
+    "Somebody says Hello with another epoch of a peer and proves nothing, at every step of that peer's transfers: "
+    "they go on.",
 )
 def claimed_restart(context: Context) -> None:
     encounter = Encounter(context, key=SECRET)
@@ -223,8 +224,8 @@ def claimed_restart(context: Context) -> None:
 @case(
     "KVX-HEL-005",
     "refusals",
-    "A peer speaks no common version, or has no or another secret: it is answered with a refusal that says so, and the "
-    "connection ends.",
+    "A peer speaks no common version, or has no or another secret: it is answered with a refusal that says so, and "
+    "the connection ends.",
 )
 def refusals(context: Context) -> None:
     encounter = Encounter(context, key=SECRET)
@@ -281,8 +282,8 @@ def names_facts(context: Context) -> None:
 @case(
     "KVX-HEL-007",
     "after-the-handshake",
-    "Hello of every step comes once more, and with another epoch and nonce, on a proven connection, at every step of a "
-    "transfer: nothing changes.",
+    "Hello of every step comes once more, and with another epoch and nonce, on a proven connection, at every step of "
+    "a transfer: nothing changes.",
 )
 def after(context: Context) -> None:
     encounter = Encounter(context)
@@ -324,8 +325,8 @@ def misplaced(context: Context) -> None:
 @case(
     "KVX-HEL-008",
     "stands-still",
-    "The handshake stops after each of its steps, or comes byte by byte: the connection ends within `handshake_s`, and "
-    "a transfer that waits for it fails.",
+    "The handshake stops after each of its steps, or comes byte by byte: the connection ends within `handshake_s`, "
+    "and a transfer that waits for it fails.",
 )
 def stands_still(context: Context) -> None:
     bound_s = 0.4 * context.pace
@@ -352,8 +353,8 @@ def stands_still(context: Context) -> None:
 @case(
     "KVX-HEL-009",
     "beyond-loopback",
-    "Without a secret an instance is asked to listen on all addresses, and to dial one beyond loopback: it refuses the "
-    "one and fails the other.",
+    "Without a secret an instance is asked to listen on all addresses, and to dial one beyond loopback: it refuses "
+    "the one and fails the other.",
 )
 def beyond_loopback(context: Context) -> None:
     encounter = Encounter(context)

@@ -15,7 +15,7 @@ from kvx.core.model import Mode, Reason, Side
 from kvx_conformance.actor import JUNK
 from kvx_conformance.suite.case import Context, case
 from kvx_conformance.suite.encounter import Encounter, Step
-from kvx_conformance.suite.scripted import Line
+from kvx_conformance.suite.line import Line
 from kvx_conformance.suite.subject import Feature
 
 VECTORS = Path(__file__).parent.parent / "vectors" / "v1"
@@ -119,8 +119,8 @@ def strangers(context: Context) -> None:
 @case(
     "KVX-ENV-002",
     "hostile-bytes",
-    "Bytes of other protocols come to the listening socket, before and while something is moved: each such connection "
-    "ends, and transfers are served.",
+    "Bytes of other protocols come to the listening socket, before and while something is moved: each such connection"
+    " ends, and transfers are served.",
 )
 def hostile(context: Context) -> None:
     encounter = Encounter(context)

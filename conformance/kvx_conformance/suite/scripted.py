@@ -10,21 +10,18 @@ from __future__ import annotations
 
 import secrets
 import socket
-import struct
 from collections import deque
 from collections.abc import Callable
 from contextlib import closing, suppress
-from typing import Any, TypeVar
+from typing import Any
 
-import msgspec
 import numpy as np
-from attrs import define, evolve, field
+from attrs import evolve
 
 from kvx.core import wire
-from kvx.core.errors import RemoteProtocolError
 from kvx.core.events import OpDone, OpFailed
 from kvx.core.layout import LegPlan, plan_leg
-from kvx.core.messages import Done, Envelope, GrantMessage, Hello, Message, Renew
+from kvx.core.messages import Done, GrantMessage, Hello
 from kvx.core.model import (
     BlockTable,
     Descriptors,
@@ -42,16 +39,11 @@ from kvx.core.model import (
 from kvx.transport import Transport
 from kvx_conformance.actor import Shape
 from kvx_conformance.suite.case import Context, Finding
+from kvx_conformance.suite.line import SEND_S, Line, Until
 from kvx_conformance.toy import Cache
 
 SHAPE = Shape(block_size=16)
 """Four heads, three layers, 24 blocks of 16 tokens: 256 bytes of each layer in a block."""
-_HEADER = struct.Struct(">I")
-_SEND_S = 5.0
-
-M = TypeVar("M", bound=Message)
-Until = Callable[[Callable[[], object], str], None]
-"""Waits, serving everybody who takes part, until something holds. Raises Finding where it does not come to hold."""
 
 
 def guarded(who: str, call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
@@ -67,237 +59,6 @@ def region_of(cache: Cache) -> Region:
     """The whole cache as the one region that its layout speaks of."""
     memory = np.frombuffer(cache.memory, dtype=np.uint8)
     return Region(0, memory.ctypes.data, memory.nbytes)
-
-
-@define(eq=False)
-class Line:
-    """One control connection with the instance under test, dialled or accepted."""
-
-    peer: ScriptedPeer
-    sock: socket.socket
-    dialler: bool
-    nonce: bytes = field(factory=lambda: secrets.token_bytes(16))
-    their_nonce: bytes = b""
-    their_epoch: int = 0
-    info: InstanceInfo | None = None
-    """What the instance has told of itself; None before the handshake's end."""
-    heard: list[Message] = field(factory=list)
-    """All that came, in order, keepalives included."""
-    sent: bytearray = field(factory=bytearray)
-    """All that was said, as it went over the wire."""
-    ended: bool = False
-    """The instance has closed it."""
-    _unread: deque[Message] = field(factory=deque)
-    _came: bytearray = field(factory=bytearray)
-
-    # ---------------------------------------------------------------------- saying
-
-    def send(self, data: bytes) -> None:
-        """Bytes as they are. What an instance that has hung up does not take is lost without a word."""
-        self.sent += data
-        try:
-            self.sock.settimeout(_SEND_S)
-            self.sock.sendall(data)
-        except OSError:
-            self.ended = True
-
-    def frame(self, data: bytes) -> None:
-        """Bytes behind their length."""
-        self.send(_HEADER.pack(len(data)) + data)
-
-    def bytes_of(self, message: Message, *, from_epoch: int | None = None, to_epoch: int | None = None) -> bytes:
-        """An envelope's bytes, with the true epochs unless others are given."""
-        mine = self.peer.epoch if from_epoch is None else from_epoch
-        data = wire.encode(Envelope(wire.VERSION, mine, self.their_epoch if to_epoch is None else to_epoch, message))
-        return _newer(data) if self.peer.newer else data
-
-    def say(self, message: Message, *, from_epoch: int | None = None, to_epoch: int | None = None) -> None:
-        self.frame(self.bytes_of(message, from_epoch=from_epoch, to_epoch=to_epoch))
-
-    def end_of_stream(self) -> None:
-        """Nothing more comes from this side; the other direction stays open."""
-        self.sock.shutdown(socket.SHUT_WR)
-
-    def close(self) -> None:
-        self.sock.close()
-        self.ended = True
-
-    # --------------------------------------------------------------------- hearing
-
-    def serve(self) -> None:
-        """Take what has come."""
-        if self.ended:
-            return
-        self.sock.settimeout(0)
-        try:
-            data = self.sock.recv(1 << 18)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        self.ended = not data
-        self._came += data
-        while len(self._came) >= _HEADER.size:
-            end = _HEADER.size + int(_HEADER.unpack_from(self._came)[0])
-            if end > _HEADER.size + wire.MAX_FRAME:
-                raise Finding(f"the instance announces a frame of {end - _HEADER.size} bytes")
-            if len(self._came) < end:
-                break
-            frame = bytes(self._came[_HEADER.size : end])
-            del self._came[:end]
-            self._take(frame)
-
-    def _take(self, frame: bytes) -> None:
-        try:
-            envelope = wire.decode(frame)
-        except RemoteProtocolError as error:
-            raise Finding(f"the instance sends what is no envelope: {error}: {frame[:40].hex()}") from error
-        message = envelope.message
-        if isinstance(message, Hello):
-            self._meet(message)
-        elif (envelope.from_epoch, envelope.to_epoch) not in (
-            (self.their_epoch, self.peer.epoch),
-            (self.their_epoch, 0),
-        ):
-            raise Finding(
-                f"a {type(message).__name__} names the epochs {envelope.from_epoch} and {envelope.to_epoch}; "
-                f"they are {self.their_epoch} and {self.peer.epoch}"
-            )
-        self.heard.append(message)
-        if message == Renew(echo=True) and self.peer.polite:
-            self.say(Renew())
-        else:
-            self._unread.append(message)
-
-    def _meet(self, hello: Hello) -> None:
-        if hello.step in (1, 2) and hello.refusal is None:
-            self.their_nonce, self.their_epoch = hello.nonce, hello.epoch
-        if hello.info is not None:
-            self.info = hello.info
-
-    def next(self, kind: type[M], transfer: str | None = None) -> M | None:
-        """The first message of this kind that has come and was not taken; those before it are passed over."""
-        for at, message in enumerate(self._unread):
-            if isinstance(message, kind) and (transfer is None or _about(message, transfer)):
-                for _ in range(at + 1):
-                    self._unread.popleft()
-                return message
-        return None
-
-    def hear(self, kind: type[M], transfer: str | None = None) -> M:
-        """The same, and wait for it. Raises Finding if it does not come."""
-        found: list[M] = []
-
-        def came() -> bool:
-            message = self.next(kind, transfer)
-            if message is not None:
-                found.append(message)
-            return bool(found) or self.ended
-
-        about = f" for {transfer}" if transfer else ""
-        self.peer.until(came, f"a {kind.__name__}{about} comes from the instance")
-        if not found:
-            raise Finding(f"the instance hung up before a {kind.__name__}{about}; it said: {self.story()}")
-        return found[0]
-
-    def hang_up(self) -> None:
-        """Wait until the instance has closed the line."""
-        self.peer.until(lambda: self.ended, "the instance ends the connection")
-
-    def barrier(self) -> None:
-        """Wait until all that was said on this line has acted: frames of one line act in order."""
-        self.say(Renew(echo=True))
-        self.peer.until(self._passed, "a Renew with `echo` is answered")
-
-    def _passed(self) -> bool:
-        if Renew() in self._unread:
-            self._unread.remove(Renew())
-            return True
-        return self.ended
-
-    def said(self, kind: type[M], transfer: str | None = None) -> list[M]:
-        """Everything of this kind that has ever come."""
-        return [m for m in self.heard if isinstance(m, kind) and (transfer is None or _about(m, transfer))]
-
-    @property
-    def pings(self) -> int:
-        """Keepalives that have come."""
-        return self.heard.count(Renew(echo=True))
-
-    def story(self) -> str:
-        return ", ".join(type(message).__name__ for message in self.heard[-12:]) or "nothing"
-
-    # ------------------------------------------------------------------- who is who
-
-    def hello(self, step: int, **changes: Any) -> Hello:
-        """The Hello of one step as it has to be, but for `changes`."""
-        peer, print_ = self.peer, self.peer.layout.fingerprint()
-        first, body = step in (1, 2), step in (3, 4)
-        hello = Hello(
-            step=step,
-            versions=wire.VERSIONS if first else (),
-            epoch=peer.epoch if first else 0,
-            nonce=self.nonce if first else b"",
-            key_id=wire.key_id(peer.key) if first else "",
-            echo=self.their_nonce if step > 1 else b"",
-            proof=self.proof() if step in (2, 3) else b"",
-            fingerprint=print_ if step in (2, 3) else "",
-            info=peer.info if body else None,
-            metadata=peer.metadata if body else {},
-        )
-        return evolve(hello, **changes)
-
-    def proof(self, **changes: Any) -> bytes:
-        """This side's proof, but for `changes` in what it covers."""
-        covers: dict[str, Any] = {
-            "dialler": self.dialler,
-            "own_epoch": self.peer.epoch,
-            "own_nonce": self.nonce,
-            "peer_epoch": self.their_epoch,
-            "peer_nonce": self.their_nonce,
-            "fingerprint": self.peer.layout.fingerprint(),
-            **changes,
-        }
-        return wire.hello_proof(covers.pop("key", self.peer.key), **covers)
-
-    def greet(self, upto: int = 4) -> Line:
-        """The handshake, up to and with this step, as it has to be."""
-        for step in range(1, upto + 1):
-            if self.dialler == (step in (1, 3)):
-                self.say(self.hello(step), to_epoch=self.their_epoch)
-                continue
-            got = self.hear(Hello)
-            if got.refusal is not None or got.step != step:
-                raise Finding(f"step {step} of Hello is due, but step {got.step} came ({got.refusal}: {got.detail})")
-            if step in (2, 3) and not wire.proof_holds(self._due_proof(got), got.proof):
-                raise Finding(f"the instance's proof in step {step} does not hold")
-            if step > 1 and got.echo != self.nonce:
-                raise Finding(f"step {step} does not echo this connection's nonce")
-        return self
-
-    def _due_proof(self, got: Hello) -> bytes:
-        return wire.hello_proof(
-            self.peer.key,
-            dialler=not self.dialler,
-            own_epoch=self.their_epoch,
-            own_nonce=self.their_nonce,
-            peer_epoch=self.peer.epoch,
-            peer_nonce=self.nonce,
-            fingerprint=got.fingerprint,
-        )
-
-
-def _newer(data: bytes) -> bytes:
-    """The same envelope as a later version might send it: with fields and elements that are not known yet."""
-    *head, body = msgspec.msgpack.decode(data)
-    more = {"zone": "b", "weights": [1, 2.5, None], "a": {"nested": True}}
-    return msgspec.msgpack.encode([*head, {**body, **more}, "later", {"more": 1}])
-
-
-def _about(message: Message, transfer: str) -> bool:
-    if isinstance(message, GrantMessage):
-        return message.grant.transfer == transfer
-    return transfer in getattr(message, "transfers", (getattr(message, "transfer", None),))
 
 
 class ScriptedPeer:
@@ -324,6 +85,8 @@ class ScriptedPeer:
         self.key = key
         self.polite = True
         """Answers keepalives."""
+        self.moving = True
+        """Its transport is polled."""
         self.newer = False
         """Speaks as a later version might."""
         self.cache = Cache(self.layout)
@@ -384,7 +147,7 @@ class ScriptedPeer:
     def dial(self, address: str) -> Line:
         host, _, port = address.rpartition(":")
         try:
-            sock = socket.create_connection((host, int(port)), timeout=_SEND_S)
+            sock = socket.create_connection((host, int(port)), timeout=SEND_S)
         except OSError as error:
             raise Finding(f"nobody listens at the instance's own address {address}: {error}") from error
         return self._line(sock, dialler=True)
@@ -411,7 +174,7 @@ class ScriptedPeer:
             self._accepted.append(self._line(self._listener.accept()[0], dialler=False))
         for line in self.lines:
             line.serve()
-        if self._transport is not None:
+        if self._transport is not None and self.moving:
             for one in guarded("transport", self._transport.poll):
                 if isinstance(one, OpDone | OpFailed):
                     self._ended[one.op_id] = one
