@@ -59,6 +59,29 @@ def cancel_midway(context: Context, op: Op) -> None:
     _over(rig, move, a, b)
 
 
+@each_op(
+    "KVX-TRN-021",
+    "queued",
+    "Four times `max_in_flight` {op}s (up to 512) are posted, and the later half cancelled before any has begun.",
+    needs=[Feature.CANCEL],
+)
+def cancel_queued(context: Context, op: Op) -> None:
+    rig, half = Rig.of(context), min(2 * context.declared.max_in_flight, 256)
+    a, b = rig.pair(2 * half * 4096, warm=True)
+    moves = [rig.post(a, b, op, piece(at * 4096, 4000), piece(at * 4096, 4000)) for at in range(2 * half)]
+    for move in reversed(moves[half:]):
+        a.call("cancel", move.op_id)
+    rig.ended(*moves)
+    for move in moves:
+        if move.done or move in moves[:half]:
+            rig.good(move)
+    late = [move for move in moves[half:] if not move.done]
+    context.check(late, f"{half} operations were cancelled before they could begin, and all of them were done")
+    for move in late:
+        rig.partial(move, "when OpFailed was told")
+    rig.intact("after half of a queue was cancelled")
+
+
 @case(
     "KVX-TRN-021",
     "nothing-in-flight",
@@ -135,6 +158,52 @@ def fence_midway(context: Context, op: Op) -> None:
         rig.intact("after the fence")
     else:
         rig.unseen(move, "after the fence")
+
+
+@case(
+    "KVX-TRN-023",
+    "never-sinks",
+    "A fence at 9 and then one at 4: generation 8 stays refused, 9 is admitted.",
+    needs=[Feature.FENCE],
+)
+def never_sinks(context: Context) -> None:
+    rig, op = Rig.of(context), some_op(context)
+    a, b = rig.pair(64 * KIB, warm=True)
+    for generation in (9, 4):
+        _fence(rig, b, a, generation)
+    shown = Stamp("between", EPOCH, 8)
+    b.permit(shown.transfer, a.peer, op, b.ground.whole(), shown)
+    op_id = a.post(b.peer, op, piece(0, 4096), piece(4096, 4096), shown)
+    rig.until(lambda: op_id in a.ended, "an operation of an old generation ends")
+    end = a.ended[op_id]
+    context.check(isinstance(end, OpFailed), f"generation 8 was admitted after a fence at 9 and one at 4: {end}")
+    rig.intact("after an operation of an old generation")
+    rig.finish(rig.post(a, b, op, piece(0, 4096), piece(4096, 4096), stamp=Stamp("new", EPOCH, 9)))
+
+
+@each_op(
+    "KVX-TRN-023",
+    "others",
+    "A fence against one peer in the midst of {op}s of two: the other's is done.",
+    needs=[Feature.FENCE],
+)
+def others(context: Context, op: Op) -> None:
+    rig, half = Rig.of(context), 4 * MIB
+    a, b, c = (rig.rank(name, 2 * half) for name in "abc")
+    introduce(a, b, c)
+    for rank in (a, c):
+        rig.warm(rank, b)
+    fenced = rig.post(a, b, op, piece(0, half), piece(0, half), stamp=Stamp("fenced", EPOCH, 3))
+    beside = rig.post(c, b, op, piece(0, half), piece(half, half), stamp=Stamp("beside", EPOCH, 3))
+    rig.turn(times=2)
+    _fence(rig, b, a, 4)
+    rig.ended(fenced, beside)
+    rig.good(beside)
+    if fenced.done:
+        rig.good(fenced)
+    else:
+        rig.partial(fenced, "after the fence")
+    rig.intact("after a fence against another peer")
 
 
 @each_op("KVX-TRN-024", "goes-on", "`fence` in the midst of {op}, where there is none.", lacks=[Feature.FENCE])

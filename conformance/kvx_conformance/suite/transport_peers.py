@@ -21,6 +21,29 @@ def more_than_fit(context: Context, op: Op) -> None:
     rig.finish(*moves)
 
 
+@each_op(
+    "KVX-TRN-017",
+    "in-order",
+    "Eight times `max_in_flight` {op}s (up to 1024) of one size: none overtakes those that have to start first.",
+)
+def in_order(context: Context, op: Op) -> None:
+    rig, fit = Rig.of(context), context.declared.max_in_flight
+    count = min(8 * fit, 1024)
+    a, b = rig.pair(count * 256)
+    moves = [rig.post(a, b, op, piece(at * 256, 256), piece(at * 256, 256)) for at in range(count)]
+    most = 0
+
+    def over() -> bool:
+        nonlocal most
+        if a.ended:  # ids rise by one from 1 on, so these are the earlier ones that are still open
+            most = max(most, max(a.ended) - len(a.ended))
+        return a.in_flight == 0
+
+    rig.until(over, f"each of {count} operations ends")
+    rig.finish(*moves)
+    context.check(most < fit, f"an operation ended while {most} earlier ones had not, of which {fit} may be in flight")
+
+
 @case(
     "KVX-TRN-018", "both-ways", "64 operations of odd sizes at the same time: each of three ranks with each, both ways."
 )
@@ -39,8 +62,8 @@ def both_ways(context: Context) -> None:
 @each_op("KVX-TRN-019", "small-beside-large", "A small {op} posted in the midst of a large one with the same peer.")
 def small_beside_large(context: Context, op: Op) -> None:
     rig = Rig.of(context)
-    a, b = rig.pair(96 * MIB, warm=True)
-    rest = piece(4096, 95 * MIB)
+    a, b = rig.pair(48 * MIB, warm=True)
+    rest = piece(4096, 47 * MIB)
     large = rig.post(a, b, op, rest, rest)
     rig.until(lambda: large.begun, "the large one begins")
     small = rig.post(a, b, op, piece(0, 4096), piece(0, 4096), stamp=Stamp("small", EPOCH, 3))
@@ -92,6 +115,29 @@ def target_again(context: Context, op: Op) -> None:
 
 
 @each_op(
+    "KVX-TRN-025",
+    "silent-target-again",
+    "As target-again, but the old target still stands there, and says nothing any more.",
+)
+def silent_target_again(context: Context, op: Op) -> None:
+    rig = Rig.of(context)
+    move = rig.midway(op)
+    a, b = move.initiator, rig.rank_of(move.target)
+    again = rig.rank(b.peer.instance, MIB, epoch=EPOCH + 1)
+    a.learn(again)
+    again.learn(a)
+    rig.until(lambda: move.end is not None, "an operation with the old start ends", a, again)
+    context.check(not move.done, "an operation with the old start was done")
+    rig.intact("after a restart", again.ground)
+    new = rig.post(a, again, op, piece(0, 4096), piece(64, 4096), stamp=Stamp("new", EPOCH + 1, 0))
+    rig.until(lambda: new.end is not None, "an operation with the new start ends", a, again)
+    rig.good(new)
+    rig.intact("after an operation with the new start", again.ground)
+    b.close()
+    rig.partial(move, "when the old target was gone")
+
+
+@each_op(
     "KVX-TRN-025", "initiator-again", "The initiator is started anew in the midst of {op}, and its new {op}s work."
 )
 def initiator_again(context: Context, op: Op) -> None:
@@ -131,6 +177,19 @@ def junk(context: Context) -> None:
         text = a.refusal("connect", shape, metadata)
         context.check(text, f"metadata {metadata[:24]!r} ({len(metadata)} bytes) was accepted; good is {good[:24]!r}")
     rig.finish(rig.post(a, b, some_op(context), piece(0, 4096), piece(0, 4096)))
+
+
+@case("KVX-TRN-027", "known-peer", "`connect` with noise for a peer that is known, before and in the midst of use.")
+def known_peer(context: Context) -> None:
+    rig = Rig.of(context)
+    move = rig.midway(some_op(context))
+    a, b = move.initiator, rig.rank_of(move.target)
+    for metadata in (b"", b"\xff" * 64, context.rng.randbytes(300)):
+        text = a.refusal("connect", b.info, metadata)
+        context.check(text, f"metadata {metadata[:24]!r} ({len(metadata)} bytes) was accepted for a known peer")
+        rig.turn()
+    rig.finish(move)
+    rig.finish(rig.post(a, b, move.op, piece(0, 4096), piece(0, 4096)))
 
 
 @case(

@@ -8,7 +8,7 @@ from kvx.core.events import Forbidden, OpFailed
 from kvx.core.model import Descriptors, Op, Peer, Stamp
 from kvx_conformance.suite.case import Context, NotExercised
 from kvx_conformance.suite.ops import each_op, piece
-from kvx_conformance.suite.ranks import EPOCH, KIB, MIB, STEPS, Move, Rank, Rig, introduce
+from kvx_conformance.suite.ranks import EPOCH, KIB, MIB, STAMP, STEPS, Move, Rank, Rig, introduce
 from kvx_conformance.suite.subject import Feature
 
 SIZE = 64 * KIB
@@ -113,6 +113,27 @@ def add_up(context: Context, op: Op) -> None:
     rig.finish(rig.post(a, b, op, piece(0, 8 * 4096), piece(0, 8 * 4096), stamp=shown, permit=False))
 
 
+@each_op(
+    "KVX-TRN-014",
+    "late",
+    "`permit` at each step after {op}s were posted: refused or done whole, nothing between.",
+    needs=[Feature.FORBID],
+)
+def late(context: Context, op: Op) -> None:
+    rig = Rig.of(context)
+    a, b = rig.pair(SIZE, warm=True)
+    for step in STEPS:
+        shown = Stamp(f"late {step}", EPOCH, 3)
+        move = rig.post(a, b, op, _WHERE, _WHERE, stamp=shown, permit=False)
+        rig.turn(times=step)
+        b.permit(shown.transfer, a.peer, op, _WHERE, shown)
+        rig.ended(move)
+        if move.done:
+            rig.good(move)
+        rig.intact("after an operation that was permitted late")
+        rig.poison(b.ground)
+
+
 def forbid(rig: Rig, b: Rank, transfer: str) -> None:
     """Forbid, and see that the very next `poll` says so."""
     b.call("forbid", transfer)
@@ -157,6 +178,48 @@ def each_step(context: Context, op: Op) -> None:
         rig.turn(times=step)
         forbid(rig, b, shown.transfer)
         _kept_out(rig, move, b)
+
+
+@each_op(
+    "KVX-TRN-015",
+    "after-the-end",
+    "`forbid` after {op}s are done, of what was never permitted, and twice; what is permitted again is admitted.",
+    needs=[Feature.FORBID],
+)
+def after_the_end(context: Context, op: Op) -> None:
+    rig = Rig.of(context)
+    a, b = rig.pair(SIZE, warm=True)
+    shown = Stamp("again", EPOCH, 3)
+    for _ in range(3):
+        forbid(rig, b, "never")
+        rig.finish(rig.post(a, b, op, _WHERE, _WHERE, stamp=shown))
+        forbid(rig, b, shown.transfer)
+        _denied(rig, a, b, op, shown, "that is forbidden")
+        forbid(rig, b, shown.transfer)
+        shown = evolve(shown, generation=shown.generation + 1)
+
+
+@each_op(
+    "KVX-TRN-015",
+    "queue",
+    "`forbid` while twice `max_in_flight` {op}s (up to 256 of them) are queued: all end, none moves a byte.",
+    needs=[Feature.FORBID],
+)
+def queue(context: Context, op: Op) -> None:
+    rig, count = Rig.of(context), min(2 * context.declared.max_in_flight, 256)
+    a, b = rig.pair(count * 4096, warm=True)
+    moves = [rig.post(a, b, op, piece(at * 4096, 4096), piece(at * 4096, 4096)) for at in range(count)]
+    forbid(rig, b, STAMP.transfer)
+    for move in moves:
+        rig.partial(move, "when Forbidden was told")
+    rig.poison(b.ground)
+    rig.ended(*moves)
+    rig.linger()
+    if op is Op.WRITE:
+        rig.intact("after Forbidden")
+    else:
+        for move in moves:
+            rig.unseen(move, "after Forbidden")
 
 
 @each_op("KVX-TRN-015", "midway", "`forbid` in the midst of a large {op}.", needs=[Feature.FORBID])

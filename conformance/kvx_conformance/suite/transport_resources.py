@@ -8,10 +8,11 @@ import threading
 import time
 from pathlib import Path
 
-from kvx.core.model import Capabilities, Op, Region, Stamp
+from kvx.core.events import OpFailed
+from kvx.core.model import Capabilities, Op, Peer, Region, Stamp
 from kvx_conformance.suite.case import Context, Profile, case
 from kvx_conformance.suite.ops import declared_ops, each_op, piece, some_op
-from kvx_conformance.suite.ranks import EPOCH, KIB, MIB, Rig
+from kvx_conformance.suite.ranks import EPOCH, KIB, MIB, Rank, Rig
 from kvx_conformance.suite.subject import Feature
 
 REST_S = 0.5
@@ -212,16 +213,46 @@ def rest(context: Context) -> None:
         rig.finish(rig.post(a, b, op, piece(0, 500_000), piece(0, 500_000), stamp=Stamp(op.value, EPOCH, 3)))
     rig.linger(wait_s=0.1)
     for rank in (a, b):
-        number = rank.fileno()
-        if number is None:
-            pause_s = rank.value("idle_poll_s")
-            context.check(pause_s is not None and pause_s > 0, "without `fileno` there must be an `idle_poll_s`")
-            continue
-        poller = select.poll()
-        poller.register(number, select.POLLIN)
-        wakes, end = 0, time.monotonic() + REST_S
-        while (left := end - time.monotonic()) > 0 and wakes <= WAKES:
-            if poller.poll(left * 1000):
-                wakes += 1
-                rank.poll()
-        context.check(wakes <= WAKES, f"{rank.peer} asked to be polled {wakes} times in {REST_S:g} s of rest")
+        _rests(context, rank)
+
+
+def _rests(context: Context, rank: Rank) -> None:
+    """It asks to be polled a few times at most while it has nothing to do."""
+    number = rank.fileno()
+    if number is None:
+        pause_s = rank.value("idle_poll_s")
+        context.check(pause_s is not None and pause_s > 0, "without `fileno` there must be an `idle_poll_s`")
+        return
+    poller = select.poll()
+    poller.register(number, select.POLLIN)
+    wakes, end = 0, time.monotonic() + REST_S
+    while (left := end - time.monotonic()) > 0 and wakes <= WAKES:
+        if poller.poll(left * 1000):
+            wakes += 1
+            rank.poll()
+    context.check(wakes <= WAKES, f"{rank.peer} asked to be polled {wakes} times in {REST_S:g} s of rest")
+
+
+@case("KVX-TRN-034", "told-without-traffic", "An operation to nobody fails: `fileno` says so, although nothing moves.")
+def told_without_traffic(context: Context) -> None:
+    rig = Rig.of(context)
+    a, _ = rig.pair(64 * KIB, warm=True)
+    rig.linger()
+    for _ in range(20):
+        op_id = a.post(Peer("nobody", 0), some_op(context), piece(0, 64), piece(0, 64))
+        rig.until(lambda op_id=op_id: op_id in a.ended, "an operation to nobody ends", a)  # type: ignore[misc]
+        context.check(isinstance(a.ended[op_id], OpFailed), f"an operation to nobody was told as {a.ended[op_id]}")
+
+
+@case(
+    "KVX-TRN-034",
+    "waiting",
+    "A pair whose operation waits for a peer that stands still is left alone for half a second.",
+)
+def waiting(context: Context) -> None:
+    rig, op = Rig.of(context), some_op(context)
+    a, b = rig.pair(16 * MIB, warm=True)
+    move = rig.post(a, b, op, a.ground.whole(), b.ground.whole())
+    rig.linger(a, wait_s=0.3)
+    _rests(context, a)
+    rig.finish(move)
