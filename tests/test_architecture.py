@@ -17,6 +17,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = [
     ROOT / "kvx",
     ROOT / "transports/kvx_tcp",
+    ROOT / "transports/kvx_nixl",
     ROOT / "adapters/kvx_reference",
     ROOT / "adapters/kvx_vllm",
     ROOT / "conformance/kvx_conformance",
@@ -33,6 +34,7 @@ ADAPTER = PURE | {
 }
 ALLOWED = {
     "kvx_tcp": PURE | {"kvx.transport", "kvx.hookspecs", "kvx.memory"},
+    "kvx_nixl": PURE | {"kvx.transport", "kvx.hookspecs"},
     "kvx_reference": ADAPTER,
     "kvx_vllm": ADAPTER,
 }

@@ -1,0 +1,59 @@
+"""NIXL's backends: what each is given, and how much may be in flight.
+
+Completion, for both: a WRITE is done when the target has seen its notification, which NIXL
+delivers after the bytes, and has said so over the bell. LIBFABRIC asks for no delivery-complete
+semantics, so its own DONE of a WRITE is local; for UCX the word of the target costs one message
+and needs no trust in what a flush means on each of UCX's transports. A READ is done when NIXL
+says so: its bytes are then in this process's memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+from attrs import frozen
+
+from kvx.core.errors import ConfigError
+from kvx_nixl.options import Options
+
+
+@frozen
+class Backend:
+    """`post_pieces` and `window_pieces` stand where the operator has set none."""
+
+    name: str
+    post_pieces: int
+    window_pieces: int
+
+    def check(self, options: Options) -> None:
+        """Raises ConfigError where the backend would listen beyond loopback and may not."""
+        if self.name != "UCX" and not options.open_to_the_network:
+            raise ConfigError("libfabric listens beyond loopback: nixl-libfabric needs a secret, or insecure = true")
+
+    def prepare(self, options: Options) -> None:
+        """Make the backend's libraries loadable. Raises OSError."""
+        if options.provider:
+            os.environ.setdefault("FI_PROVIDER", options.provider)
+        # NIXL and libibverbs read these when they are loaded. Children made by fork share the parent's pinned
+        # pages otherwise, and the first write of either side after it moves the page away from the device.
+        os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
+        os.environ.setdefault("RDMAV_FORK_SAFE", "1")
+        for library in options.preload:
+            ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
+
+    def params(self, options: Options) -> dict[str, str]:
+        """The backend's own parameters."""
+        params = dict(options.params)
+        if self.name == "UCX":
+            devices = options.devices or ("" if options.open_to_the_network else "lo")
+            engine = [f"TLS={options.tls}"] if options.tls else []
+            engine += [f"NET_DEVICES={devices}"] if devices else []
+            if engine:
+                params.setdefault("engine_config", ",".join(engine))
+        return params
+
+
+UCX = Backend("UCX", post_pieces=512, window_pieces=2048)
+LIBFABRIC = Backend("LIBFABRIC", post_pieces=96, window_pieces=192)
+"""EFA's throughput collapses beyond about 240 operations in flight."""
