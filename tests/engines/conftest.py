@@ -26,7 +26,7 @@ from kvx.driver import Server
 from kvx.operator import ask
 from kvx_vllm.driver import VllmDriver
 
-MUTANT = os.environ.get("KVX_MUTANT", "")
+MUTANT = os.environ.get("MUTANT", "")
 """A connector of `mutants.py` that every server runs with: then these tests have to fail."""
 BLOCK = 32
 BLOCK_BYTES = 4 * 4 * BLOCK * 64 * 4

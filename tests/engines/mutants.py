@@ -1,4 +1,4 @@
-"""KvxConnector with a rule taken out: with KVX_MUTANT=NAME every server has it, and the engine tests have to fail."""
+"""KvxConnector with a rule taken out: with MUTANT=NAME every server has it, and the engine tests have to fail."""
 
 from __future__ import annotations
 

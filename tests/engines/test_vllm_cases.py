@@ -292,10 +292,10 @@ def test_metrics_and_log_lines(bench: Any, servers: Servers, keep: Any) -> None:
 # ------------------------------------------------------------------ upstream's own judge
 
 
-@pytest.mark.skipif("KVX_UPSTREAM" not in os.environ, reason="KVX_UPSTREAM names no folder with upstream's files")
+@pytest.mark.skipif("UPSTREAM_TESTS" not in os.environ, reason="UPSTREAM_TESTS names no folder with upstream's files")
 def test_upstreams_edge_cases_through_its_own_proxy(bench: Any, servers: Servers, keep: Any) -> None:
     """test_edge_cases.py and toy_proxy_server.py of vllm's tests/v1/kv_connector/nixl_integration, as they are."""
-    folder = Path(os.environ["KVX_UPSTREAM"])
+    folder = Path(os.environ["UPSTREAM_TESTS"])
     (port,) = free_ports(1)
     ports = {"PREFILL": servers.prefill.server.port, "DECODE": servers.decode.server.port, "PROXY": port}
     command = [sys.executable, str(folder / "toy_proxy_server.py"), "--port", str(port)]
