@@ -38,13 +38,12 @@ from kvx_conformance.suite.case import Context, Finding
 from kvx_conformance.suite.line import Line
 from kvx_conformance.suite.scripted import SHAPE, ScriptedPeer
 from kvx_conformance.suite.subject import Feature
-from kvx_conformance.suite.toy_under_test import TOKENS, Toy
+from kvx_conformance.suite.toy_under_test import BLOCKS, TOKENS, Toy
 
 LIMIT_S = 8.0
 """How long anything may take that has to happen at all and that no bound of the instance decides."""
 LINGER_S = 0.03
 """How long a case waits for what must not come."""
-BLOCKS = 4
 CUT = 32
 """Where a prompt that is handed over in two parts is cut."""
 _TURN_S = 0.002

@@ -11,9 +11,9 @@ from kvx.core import wire
 from kvx.core.messages import Ack, Done, Renew, Revoke, Stopped
 from kvx.core.model import BlockTable, Mode, Offered, Reason, Side, Ticket
 from kvx_conformance.suite.case import Context, case
-from kvx_conformance.suite.encounter import BLOCKS, CUT, Encounter, Facing, Step
+from kvx_conformance.suite.encounter import CUT, Encounter, Facing, Step
 from kvx_conformance.suite.subject import Feature
-from kvx_conformance.suite.toy_under_test import TOKENS
+from kvx_conformance.suite.toy_under_test import BLOCKS, TOKENS
 
 WRITE, READ = (Feature.WRITE,), (Feature.READ,)
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import socket
+import time
+from contextlib import suppress
 from itertools import chain
 
 from kvx.core import wire
 from kvx.core.messages import Ack, Renew, Revoke, Stopped
 from kvx.core.model import Mode, Reason, Side
-from kvx_conformance.suite.case import Context, case
+from kvx_conformance.suite.case import Context, Finding, case
 from kvx_conformance.suite.encounter import Encounter, Facing, Step
 from kvx_conformance.suite.subject import Feature
 from kvx_conformance.suite.toy_under_test import TOKENS
 
 WRITE, READ = (Feature.WRITE,), (Feature.READ,)
+_CLOSE_S = 8.0
 _BEFORE_DONE = (Step.EXPOSED, Step.GRANTED, Step.MOVING)
 
 
@@ -207,3 +211,28 @@ def withdraw(context: Context) -> None:
     for facing in (granted, target):
         facing.well()
     encounter.over()
+
+
+@case(
+    "KVX-DRN-005",
+    "close",
+    "The engine closes the instance while transfers are open in every role: it returns in bounded time, peers are "
+    "told, and nobody listens any more.",
+    limit_s=12.0,
+)
+def close(context: Context) -> None:
+    encounter = Encounter(context)
+    facings = list(encounter.everywhere(Step.MOVING))
+    address = encounter.toy.info.address
+    began = time.monotonic()
+    encounter.toy.close()
+    took = time.monotonic() - began
+    context.check(took < _CLOSE_S * context.pace, f"`close` returns after {took:.1f} s")
+    for facing in facings:
+        facing.line.hear(Stopped if facing.side is Side.INITIATOR else Revoke, facing.transfer)
+        facing.line.hang_up()
+    host, _, port = address.rpartition(":")
+    with suppress(ConnectionRefusedError), socket.create_connection((host, int(port)), timeout=1):
+        raise Finding("a closed instance still listens")
+    encounter.toy.close()
+    encounter.intact()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from kvx.core.messages import Renew, Stopped
+from kvx.core.messages import Renew, Revoke, Stopped
 from kvx.core.model import Mode, Reason, Side
 from kvx_conformance.suite.case import Context, case
 from kvx_conformance.suite.encounter import Encounter, Facing, Step
 from kvx_conformance.suite.subject import Feature
 
-WRITE, READ = (Feature.WRITE,), (Feature.READ,)
+WRITE = (Feature.WRITE,)
 _LEASE_S = 0.8
 
 
@@ -40,12 +40,12 @@ def ends(context: Context) -> None:
     for mode in encounter.modes():
         began = time.monotonic()
         facing = _exposed(encounter, mode.value, mode)
-        pinned = mode is Mode.PUSH and Feature.FORBID not in context.features
-        encounter.fails(facing.transfer, Reason.LEASE_ENDED, released=not pinned, limit_s=4 * _LEASE_S)
+        if mode is Mode.PUSH:
+            facing.line.hear(Revoke, facing.transfer)
+            facing.line.say(Stopped(facing.transfer, Reason.LEASE_ENDED))
+        encounter.fails(facing.transfer, Reason.LEASE_ENDED, limit_s=4 * _LEASE_S)
         took = time.monotonic() - began
         context.check(took >= 0.8 * _LEASE_S * context.pace, f"a lease of {_LEASE_S} s ends after {took:.2f} s")
-        if pinned:
-            facing.line.say(Stopped(facing.transfer, Reason.LEASE_ENDED))
     encounter.until(lambda: not encounter.toy.kept(), "all blocks are released")
     encounter.intact()
 
@@ -164,3 +164,19 @@ def queueing(context: Context) -> None:
     context.check(not encounter.toy.outcomes("t"), "patience ends although the consumer queues")
     facing.well()
     encounter.intact()
+
+
+@case(
+    "KVX-TIM-008",
+    "rests",
+    "Nothing is open and nothing comes: the instance takes next to no processor time.",
+)
+def rests(context: Context) -> None:
+    encounter = Encounter(context)
+    encounter.serves()
+    encounter.peers[-1].lines[-1].barrier()
+    used, began = time.process_time(), time.monotonic()
+    time.sleep(0.4)
+    share = (time.process_time() - used) / (time.monotonic() - began)
+    context.check(share < 0.1, f"an instance at rest takes {share:.0%} of a processor")
+    encounter.over()

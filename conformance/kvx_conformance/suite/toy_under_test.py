@@ -32,6 +32,7 @@ CALM: Mapping[str, float] = {
 """Bounds that no case comes near unless it shortens one of them; seconds."""
 TOKENS = 60
 """Of a prompt: three whole blocks and a part of a fourth."""
+BLOCKS = 4
 _BYSTANDER = 5
 
 
@@ -94,6 +95,8 @@ class Toy:
         facts: dict[str, Any] = {"producer": self.name, "tokens": TOKENS, **more}
         call = Call(self.name, do, transfer, mode, **facts)
         lease_s = CALM["lease_s"] if call.lease_s is None else call.lease_s
+        if len(self.actor.pool.free) < BLOCKS and transfer not in self.actor.jobs and do in ("expose", "stage"):
+            raise Finding(f"no blocks are left: those of {', '.join(self.kept())} were never released")
         event = self.actor.call(call, address=address, ticket=ticket, lease_s=lease_s)
         guarded(self.name, self.kvx.put, [event])
 
