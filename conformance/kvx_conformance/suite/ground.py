@@ -7,6 +7,7 @@ regions. Memory that is poisoned is memory that its owner uses for something els
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,21 +17,24 @@ from kvx.core.model import Descriptors, Region
 Bytes = NDArray[np.uint8]
 
 CANARY = 4096
-_CANARY_SEED = 0xCA
+MIB = 1 << 20
+_WINDOWS = MIB
+_NOISE_SEED = 0xCA
 _SAMPLE = 509
 _FEW = 256
 """Up to so many pieces are copied one by one; more are gathered by an index of every byte."""
 
 
 def pattern(nbytes: int, seed: int) -> Bytes:
-    """Bytes that differ from place to place and from seed to seed."""
-    words = np.arange((nbytes + 7) // 8, dtype=np.uint64)
-    words += np.uint64(seed * 0x1000003 + 1)
-    words *= np.uint64(0x9E3779B97F4A7C15)
-    words ^= words >> np.uint64(32)
-    words *= np.uint64(0xD6E8FEB86659FD93)
-    words ^= words >> np.uint64(29)
-    return words.view(np.uint8)[:nbytes]
+    """Bytes that differ from place to place and from seed to seed: windows of one long noise."""
+    start = seed * 40_503 % _WINDOWS
+    return _noise(-(-nbytes // MIB) * MIB)[start : start + nbytes]
+
+
+@lru_cache(maxsize=2)
+def _noise(nbytes: int) -> Bytes:
+    made = np.random.default_rng(_NOISE_SEED).integers(0, 1 << 64, (nbytes + _WINDOWS) // 8, dtype=np.uint64)
+    return made.view(np.uint8)
 
 
 class Ground:
@@ -53,8 +57,8 @@ class Ground:
 
     @staticmethod
     def room(sizes: Sequence[int], shift: int = 0) -> int:
-        """Bytes that a buffer needs."""
-        return sum(sizes) + (len(sizes) + 1) * (CANARY + shift)
+        """Bytes that a buffer needs, a multiple of 8."""
+        return -(-(sum(sizes) + (len(sizes) + 1) * (CANARY + shift)) // 8) * 8
 
     def regions(self, device: str = "cpu") -> list[Region]:
         address = self.memory.ctypes.data
@@ -69,9 +73,7 @@ class Ground:
 
     def fill(self, seed: int) -> None:
         """Give all of it new content, canaries too: from now on this is due."""
-        self.due[:] = pattern(len(self.due), _CANARY_SEED)
-        for start, size in zip(self._starts, self._sizes, strict=True):
-            self.due[start : start + size] = pattern(size, seed)
+        self.due[:] = pattern(len(self.due), seed)
         self.memory[:] = self.due
 
     def take(self, pieces: Descriptors) -> Bytes:
@@ -103,6 +105,8 @@ class Ground:
 
     def flaw(self, also: Bytes | None = None) -> str:
         """Where a byte is neither what is due nor, if given, what `also` has there; empty where none is."""
+        if np.array_equal(self.memory.view(np.uint64), self.due.view(np.uint64)):
+            return ""
         wrong = self.memory != self.due
         if also is not None:
             wrong &= self.memory != also

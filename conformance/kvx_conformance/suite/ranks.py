@@ -20,7 +20,7 @@ from kvx.core.events import Fenced, Forbidden, OpDone, OpFailed
 from kvx.core.model import Descriptors, InstanceInfo, Layout, Op, Peer, Reason, Stamp
 from kvx.transport import Completion, Transport
 from kvx_conformance.suite.case import Context, Finding, NotExercised
-from kvx_conformance.suite.ground import Bytes, Ground
+from kvx_conformance.suite.ground import MIB, Bytes, Ground
 from kvx_conformance.suite.ops import some_op
 
 LIMIT_S = 8.0
@@ -31,10 +31,11 @@ LINGER_S = 0.02
 """How long a case waits for what must not come any more."""
 _TURN_S = 0.05
 KIB = 1 << 10
-MIB = 1 << 20
 EPOCH = 7
 """Of every first start; a restart has the next one."""
 STAMP = Stamp("t", EPOCH, 3)
+SIZES = (8 * MIB, 32 * MIB, 128 * MIB)
+"""Bytes of an operation that has to be caught in its midst: a faster transport needs a larger one."""
 STEPS = (0, 1, 2, 3, 5, 8, 13, 21, 34)
 """Turns of the rig after which something interferes with an operation: from before its first byte to after its end."""
 
@@ -339,9 +340,12 @@ class Rig:
         self.context.check(move.done, f"{_names([move])} is a good one and ended as {move.end}")
         move.ground.due = move.landed()
 
-    def midway(self, op: Op) -> Move:
-        """An operation on a new pair whose first bytes have landed and that has not ended. Raises NotExercised."""
-        for size in (16 * MIB, 64 * MIB, 192 * MIB):
+    def midway(self, op: Op, least: int = SIZES[0]) -> Move:
+        """An operation of at least so many bytes on a new pair, whose first bytes have landed and that has not ended.
+
+        Raises NotExercised.
+        """
+        for size in [size for size in SIZES if size >= least]:
             a, b = self.pair(size, warm=True)
             move = self.post(a, b, op, a.ground.whole(), b.ground.whole())
             self.until(lambda: move.begun or move.end is not None, f"{_names([move])} begins", a, b)  # noqa: B023

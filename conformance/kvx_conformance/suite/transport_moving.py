@@ -9,9 +9,9 @@ import numpy as np
 from kvx.core.events import OpDone
 from kvx.core.model import Descriptors, Op, Peer, Stamp
 from kvx_conformance.suite.case import Context, Profile, case
-from kvx_conformance.suite.ground import Ground
+from kvx_conformance.suite.ground import MIB, Ground
 from kvx_conformance.suite.ops import each_op, piece, some_op
-from kvx_conformance.suite.ranks import EPOCH, KIB, MIB, STAMP, Rig, introduce
+from kvx_conformance.suite.ranks import EPOCH, KIB, STAMP, Rig, introduce
 from kvx_conformance.suite.subject import Feature
 
 MANY = 131_072
@@ -48,10 +48,10 @@ def one_piece(context: Context, op: Op) -> None:
     rig.finish(rig.post(a, b, op, piece(101, MIB - 333), piece(7, MIB - 333)))
 
 
-@each_op("KVX-TRN-004", "whole-region", "{op} of a whole region of 32 MiB to its last byte.")
+@each_op("KVX-TRN-004", "whole-region", "{op} of a whole region of 16 MiB to its last byte.")
 def whole_region(context: Context, op: Op) -> None:
     rig = Rig.of(context)
-    a, b = rig.pair(32 * MIB)
+    a, b = rig.pair(16 * MIB)
     rig.finish(rig.post(a, b, op, a.ground.whole(), b.ground.whole()))
 
 

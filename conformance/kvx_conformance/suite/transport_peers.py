@@ -5,8 +5,9 @@ from __future__ import annotations
 from kvx.core.events import OpFailed
 from kvx.core.model import Op, Peer, Stamp
 from kvx_conformance.suite.case import Context, NotExercised, Profile, case
+from kvx_conformance.suite.ground import MIB
 from kvx_conformance.suite.ops import declared_ops, each_op, piece, some_op
-from kvx_conformance.suite.ranks import EPOCH, KIB, MIB, Rig, describe, introduce
+from kvx_conformance.suite.ranks import EPOCH, KIB, Rig, describe, introduce
 
 AT_ONCE = 256
 

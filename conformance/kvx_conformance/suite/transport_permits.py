@@ -7,8 +7,9 @@ from attrs import evolve
 from kvx.core.events import Forbidden, OpFailed
 from kvx.core.model import Descriptors, Op, Peer, Stamp
 from kvx_conformance.suite.case import Context, NotExercised
+from kvx_conformance.suite.ground import MIB
 from kvx_conformance.suite.ops import each_op, piece
-from kvx_conformance.suite.ranks import EPOCH, KIB, MIB, STAMP, STEPS, Move, Rank, Rig, introduce
+from kvx_conformance.suite.ranks import EPOCH, KIB, STAMP, STEPS, Move, Rank, Rig, introduce
 from kvx_conformance.suite.subject import Feature
 
 SIZE = 64 * KIB

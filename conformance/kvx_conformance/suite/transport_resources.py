@@ -11,8 +11,9 @@ from pathlib import Path
 from kvx.core.events import OpFailed
 from kvx.core.model import Capabilities, Op, Peer, Region, Stamp
 from kvx_conformance.suite.case import Context, Profile, case
+from kvx_conformance.suite.ground import MIB
 from kvx_conformance.suite.ops import declared_ops, each_op, piece, some_op
-from kvx_conformance.suite.ranks import EPOCH, KIB, MIB, Rank, Rig
+from kvx_conformance.suite.ranks import EPOCH, KIB, Rank, Rig
 from kvx_conformance.suite.subject import Feature
 
 REST_S = 0.5
