@@ -28,8 +28,12 @@ class Backend:
 
     def check(self, options: Options) -> None:
         """Raises ConfigError where the backend would listen beyond loopback and may not."""
-        if self.name != "UCX" and not options.open_to_the_network:
-            raise ConfigError("libfabric listens beyond loopback: nixl-libfabric needs a secret, or insecure = true")
+        if self.name != "UCX" and not self._may_leave_loopback(options):
+            raise ConfigError("libfabric listens beyond loopback: set a secret, or trusted_network = true")
+
+    @staticmethod
+    def _may_leave_loopback(options: Options) -> bool:
+        return options.open_to_the_network or options.trusted_network
 
     def prepare(self, options: Options) -> None:
         """Make the backend's libraries loadable. Raises OSError."""
@@ -46,7 +50,7 @@ class Backend:
         """The backend's own parameters."""
         params = dict(options.params)
         if self.name == "UCX":
-            devices = options.devices or ("" if options.open_to_the_network else "lo")
+            devices = options.devices or ("" if self._may_leave_loopback(options) else "lo")
             engine = [f"TLS={options.tls}"] if options.tls else []
             engine += [f"NET_DEVICES={devices}"] if devices else []
             if engine:

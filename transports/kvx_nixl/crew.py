@@ -20,6 +20,10 @@ _UNUSED_S = 30.0
 """How long a peer's agent is remembered after its last connection."""
 
 
+_ENDED_S = 1.0
+"""More than a thread needs that has said its last word."""
+
+
 class Learner(Protocol):
     """Who wants a peer's agent to be known."""
 
@@ -95,6 +99,7 @@ class Crew:
                 elif isinstance(result, Opened):
                     continue
                 elif isinstance(result, Closed):
+                    worker.join(_ENDED_S)
                     self._retired = [retired for retired in self._retired if retired.worker is not worker]
                 yield result
 
@@ -116,9 +121,8 @@ class Crew:
         for worker in workers:
             worker.end()
         until = time.monotonic() + seconds
-        for worker in workers:
-            worker.join(max(0.0, until - time.monotonic()))
-        return not any(worker.alive for worker in workers)
+        ended = [worker.join(max(0.0, until - time.monotonic())) for worker in workers]
+        return all(ended)
 
     # ------------------------------------------------------------ peers' agents
 

@@ -24,6 +24,8 @@ from kvx_nixl.words import Contact, Introduce, Landed, Ready, Ring, Word
 from kvx_nixl.worker import Worker
 
 _log = logging.getLogger(__name__)
+MAX_IN_FLIGHT = 64
+"""Operations to one peer; the rest waits in order."""
 _MAX_PAUSE_S = 2.0
 _RING_S = 0.1
 """How often a peer is rung while something is in flight to it."""
@@ -47,6 +49,8 @@ class Operation:
     move: Move | None = None
     """What the worker has of it; None: nothing of it has begun."""
     worker: Worker | None = None
+    forsaken: bool = False
+    """The process that it was posted to is gone, or may be: it counts as failed, whatever NIXL says."""
     ended: bool = False
     """NIXL has ended what it will of it."""
     ended_at: float = 0.0
@@ -67,12 +71,17 @@ class Operation:
     def completion(self) -> OpDone | OpFailed:
         """How it has ended, once it is quiet."""
         move = self.move
-        if move is not None and self.ended and move.complete and self._well(move):
+        if move is not None and self.ended and move.complete and self._well(move) and not self.forsaken:
             return OpDone(self.op_id, self.nbytes)
         if self.cancelled:
             return OpFailed(self.op_id, Reason.ABORTED, "cancelled")
         error = "" if move is None else move.error
         return OpFailed(self.op_id, Reason.TRANSPORT, error or "the peer was lost before it had ended")
+
+    @property
+    def doubtful(self) -> bool:
+        """Has it failed, and may still be moving?"""
+        return self.ended and self.move is not None and bool(self.move.error)
 
     def _well(self, move: Move) -> bool:
         return len(self.landed) == move.posted if self.op is Op.WRITE else not move.error
@@ -150,8 +159,9 @@ class Link:
             return
         if not self.ready:
             return
-        started, self.waiting = self.waiting, []
-        if started:
+        room = MAX_IN_FLIGHT - sum(not operation.doubtful for operation in self.flying.values())
+        started, self.waiting = self.waiting[: max(0, room)], self.waiting[max(0, room) :]
+        if started and not self.flying:
             self.ring(awake=True)
         for operation in started:
             self._start(worker, operation)
@@ -211,7 +221,9 @@ class Link:
     def _end(self, operation: Operation) -> None:
         del self.flying[operation.number]
         self.shell.report(operation.completion)
-        if not self.flying and self.ready:
+        if self.waiting:
+            self.go_on()
+        elif not self.flying and self.ready:
             self.ring(awake=False)
 
     def ring(self, *, awake: bool) -> None:
@@ -296,6 +308,8 @@ class Link:
         for operation in self.flying.values():
             if operation.move is not None:
                 operation.move.stopped = True
+                # LIBFABRIC says DONE to a READ whose target has closed in its midst.
+                operation.forsaken |= operation.op is Op.READ
         waiting, self.waiting = self.waiting, []
         for operation in waiting:
             text = f"no connection to {self.peer}: {cause}"
@@ -313,8 +327,8 @@ class Link:
             self.gone_since = time.monotonic()
         for operation in list(self.flying.values()):
             assert operation.move is not None
-            operation.move.stopped = True
-            if operation.op is Op.WRITE:
+            operation.forsaken = operation.move.stopped = True
+            if operation.op is Op.WRITE or operation.quiet:
                 self._end(operation)
         if not self.flying:
             self.gone_since = None  # a later process at the same address may be dialled

@@ -7,13 +7,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from attrs import define, field
+from attrs import define, field, frozen
 from numpy.typing import NDArray
 
 from kvx.core.model import Op
 from kvx_nixl.agent import Agent, Lists, NixlError
 from kvx_nixl.regions import Table
 
+Slice = tuple[Lists, NDArray[np.int32], int]
+"""What one post takes of prepared lists: by their indices, and how many bytes."""
 _NOTE = struct.Struct("!QI")
 
 
@@ -25,6 +27,24 @@ def note(number: int, post: int) -> bytes:
 def read_note(data: bytes) -> tuple[int, int] | None:
     """Number of the operation and of its post, or None: these bytes are no note."""
     return _NOTE.unpack(data) if len(data) == _NOTE.size else None
+
+
+@frozen
+class Size:
+    """Of something in flight."""
+
+    pieces: int = 0
+    nbytes: int = 0
+
+    def __add__(self, other: Size) -> Size:
+        return Size(self.pieces + other.pieces, self.nbytes + other.nbytes)
+
+    def __sub__(self, other: Size) -> Size:
+        return Size(self.pieces - other.pieces, self.nbytes - other.nbytes)
+
+    @property
+    def positive(self) -> bool:
+        return self.pieces > 0 and self.nbytes > 0
 
 
 @define(eq=False)
@@ -47,15 +67,15 @@ class Move:
     error: str = ""
     complete: bool = False
     """Every post has been made."""
-    _todo: Iterator[tuple[Lists, NDArray[np.int32]]] | None = field(default=None, repr=False)
-    _next: tuple[Lists, NDArray[np.int32]] | None = field(default=None, repr=False)
+    _todo: Iterator[Slice] | None = field(default=None, repr=False)
+    _next: Slice | None = field(default=None, repr=False)
     _lists: list[Lists] = field(factory=list, repr=False)
-    _flying: list[tuple[Any, int]] = field(factory=list, repr=False)
+    _flying: list[tuple[Any, Size]] = field(factory=list, repr=False)
 
     @property
-    def flying(self) -> int:
-        """Pieces in flight."""
-        return sum(pieces for _, pieces in self._flying)
+    def flying(self) -> Size:
+        """What is in flight of it."""
+        return sum((size for _, size in self._flying), Size())
 
     def begin(self, agent: Agent, post_bytes: int, post_pieces: int) -> None:
         """Cut it. Whatever NIXL refuses is found out now or at a post, as `error`."""
@@ -71,13 +91,13 @@ class Move:
         else:
             self.complete = self._next is None
 
-    def _posts(self, agent: Agent, post_bytes: int, post_pieces: int) -> Iterator[tuple[Lists, NDArray[np.int32]]]:
+    def _posts(self, agent: Agent, post_bytes: int, post_pieces: int) -> Iterator[Slice]:
         for local, local_kind, remote, remote_kind in self._by_kind():
             local, remote = split(local, post_bytes), split(remote, post_bytes)
             lists = agent.prepare(self.agent, local, local_kind, remote, remote_kind)
             self._lists.append(lists)
-            for start, stop in bounds(local[:, 1], post_bytes, post_pieces):
-                yield lists, np.arange(start, stop, dtype=np.int32)
+            for start, stop, nbytes in bounds(local[:, 1], post_bytes, post_pieces):
+                yield lists, np.arange(start, stop, dtype=np.int32), nbytes
 
     def _by_kind(self) -> Iterator[tuple[Table, str, Table, str]]:
         """NIXL's lists hold one kind of memory each, and no empty piece."""
@@ -89,19 +109,19 @@ class Move:
                     kinds = ["VRAM" if vram else "DRAM" for vram in (local_vram, remote_vram)]
                     yield self.local[rows], kinds[0], self.remote[rows], kinds[1]
 
-    def advance(self, agent: Agent, room: int) -> bool:
-        """Collect what has ended, post what fits into `room` pieces. Has anything happened?"""
+    def advance(self, agent: Agent, room: Size) -> bool:
+        """Collect what has ended, post while there is room. Has anything happened?"""
         before = len(self._flying)
         self._collect(agent)
         happened = len(self._flying) < before
-        while self._next is not None and not self.stopped and not self.error and room > 0:
-            room -= self._post(agent, *self._next)
+        while self._next is not None and not self.stopped and not self.error and room.positive:
+            room = room - self._post(agent, *self._next)
             happened = True
         return happened
 
     def _collect(self, agent: Agent) -> None:
         still = []
-        for post, pieces in self._flying:
+        for post, size in self._flying:
             try:
                 done = agent.check(post)
             except NixlError as error:
@@ -110,10 +130,10 @@ class Move:
             if done:
                 _drop(agent, post)
             else:
-                still.append((post, pieces))
+                still.append((post, size))
         self._flying = still
 
-    def _post(self, agent: Agent, lists: Lists, indices: NDArray[np.int32]) -> int:
+    def _post(self, agent: Agent, lists: Lists, indices: NDArray[np.int32], nbytes: int) -> Size:
         try:
             notification = note(self.number, self.posted) if self.op is Op.WRITE else b""
             post = agent.make("WRITE" if self.op is Op.WRITE else "READ", lists, indices, notification)
@@ -122,13 +142,15 @@ class Move:
         except NixlError as error:
             # A start that raises may have begun: `posted` counts it, and whoever reads that stays in doubt.
             self.error = str(error)
-            return 0
+            return Size()
+        size = Size(len(indices), nbytes)
         if done:
             _drop(agent, post)
+            size = Size()
         else:
-            self._flying.append((post, len(indices)))
+            self._flying.append((post, size))
         self._look_ahead()
-        return len(indices)
+        return size
 
     @property
     def ended(self) -> bool:
@@ -169,13 +191,13 @@ def split(table: Table, limit: int) -> Table:
     return cut
 
 
-def bounds(lengths: NDArray[np.uint64], post_bytes: int, post_pieces: int) -> Iterator[tuple[int, int]]:
-    """Start and stop of each post: as many pieces as fit, at least one."""
+def bounds(lengths: NDArray[np.uint64], post_bytes: int, post_pieces: int) -> Iterator[tuple[int, int, int]]:
+    """Start, stop and bytes of each post: as many pieces as fit, at least one."""
     ends = np.cumsum(lengths.astype(np.int64))
     start = 0
     while start < len(ends):
         taken = int(ends[start - 1]) if start else 0
         fits = int(np.searchsorted(ends, taken + post_bytes, side="right"))
         stop = max(start + 1, min(start + post_pieces, fits))
-        yield start, stop
+        yield start, stop, int(ends[stop - 1]) - taken
         start = stop

@@ -23,11 +23,13 @@ class Options:
     backend as it is. `preload` lists shared libraries that are loaded first, for hosts whose loader
     does not find libfabric.
 
-    An operation is cut into posts of at most `post_bytes` and `post_pieces`; at most
-    `window_pieces` pieces are in flight to one peer. The last two are 0 for the backend's own
-    numbers. A call into NIXL may take `call_s`, starting an agent `open_s`, an introduction
-    `handshake_s`. `peer` is this rank's name, `secret` proves it; `insecure` allows addresses
-    beyond loopback without a secret.
+    An operation is cut into posts of at most `post_bytes` and `post_pieces`; about `window_bytes`
+    and `window_pieces` are in flight to one peer. The numbers of pieces are 0 for the backend's own.
+    A call into NIXL may take `call_s`, starting an agent `open_s`, an introduction `handshake_s`.
+
+    `peer` is this rank's name, `secret` proves it; `insecure` allows addresses beyond loopback
+    without a secret. `trusted_network` allows them to NIXL alone, whose own connections no secret
+    protects.
     """
 
     listen_host: str = "127.0.0.1"
@@ -37,6 +39,7 @@ class Options:
     secret: bytes = field(default=b"", repr=False)
     peer: str = ""
     insecure: bool = False
+    trusted_network: bool = False
     devices: str = ""
     tls: str = ""
     provider: str = ""
@@ -44,6 +47,7 @@ class Options:
     preload: tuple[str, ...] = field(default=(), converter=tuple)
     post_bytes: int = field(default=4 << 20, validator=[ge(4096), le(1 << 30)])
     post_pieces: int = field(default=0, validator=[ge(0), le(65536)])
+    window_bytes: int = field(default=16 << 20, validator=[ge(4096), le(1 << 32)])
     window_pieces: int = field(default=0, validator=[ge(0), le(65536)])
     call_s: float = field(default=5.0, validator=[ge(0.1), le(600)])
     open_s: float = field(default=30.0, validator=[ge(0.1), le(600)])

@@ -29,7 +29,7 @@ from kvx.transport import Access, Capabilities, Completion, FenceScope
 from kvx_nixl.backends import Backend
 from kvx_nixl.bell import Accepting, Connection, Dialling
 from kvx_nixl.crew import Crew, Learner
-from kvx_nixl.link import Link, Operation
+from kvx_nixl.link import MAX_IN_FLIGHT, Link, Operation
 from kvx_nixl.options import Options, resolve
 from kvx_nixl.pulse import Pulse
 from kvx_nixl.regions import Regions
@@ -57,6 +57,7 @@ class NixlTransport:
         cancel=True,
         memory=frozenset({"cpu", "cuda"}),
         max_descriptors=1 << 18,
+        max_in_flight=MAX_IN_FLIGHT,
     )
     idle_poll_s: float | None = None
 

@@ -21,7 +21,7 @@ from attrs import frozen
 from kvx.core.errors import TransportError
 from kvx_nixl.agent import Agent, NixlError
 from kvx_nixl.backends import Backend
-from kvx_nixl.moves import Move
+from kvx_nixl.moves import Move, Size
 from kvx_nixl.options import Options
 from kvx_nixl.regions import Regions
 
@@ -99,6 +99,7 @@ class Worker:
         self._regions = regions
         self._tell = tell
         self._agent: Agent | None = None
+        self._destroyed = True
         self._commands: deque[Callable[[Agent], None]] = deque()
         self._forgotten: list[str] = []
         self._attend_until = 0.0
@@ -170,15 +171,20 @@ class Worker:
         self._stopping = True
         self._ring()
 
-    def join(self, seconds: float) -> None:
+    def join(self, seconds: float) -> bool:
+        """Wait for its end. Has it ended, and is its agent destroyed?"""
         self._thread.join(seconds)
+        if not self.alive and self._wake >= 0:
+            os.close(self._wake)
+            self._wake = -1
+        return not self.alive and self._destroyed
 
     def _submit(self, command: Callable[[Agent], None]) -> None:
         self._commands.append(command)
         self._ring()
 
     def _ring(self) -> None:
-        if self._asleep:
+        if self._asleep and self._wake >= 0:
             os.eventfd_write(self._wake, 1)
 
     # ------------------------------------------------------------ the worker's thread
@@ -195,7 +201,7 @@ class Worker:
         except (TransportError, ImportError, OSError) as error:
             self._report(Opened(self, b"", f"{type(error).__name__}: {error}"))
             return
-        self._agent = agent
+        self._agent, self._destroyed = agent, False
         self._report(Opened(self, metadata, ""))
         try:
             while not self._stopping and not self._done():
@@ -222,10 +228,11 @@ class Worker:
         except NixlError as error:
             # An error of one peer's connection may come out of any call: the moves find out whose it was.
             _log.warning("%s: %s", self.name, error)
-        window = self._options.window_pieces or self._backend.window_pieces
-        flying: dict[str, int] = {}
+        pieces = self._options.window_pieces or self._backend.window_pieces
+        window = Size(pieces, self._options.window_bytes)
+        flying: dict[str, Size] = {}
         for move in self.moves:
-            flying[move.agent] = flying.get(move.agent, 0) + move.flying
+            flying[move.agent] = flying.get(move.agent, Size()) + move.flying
         for move in list(self.moves):
             before = move.flying
             happened |= move.advance(agent, window - flying[move.agent])
@@ -272,7 +279,5 @@ class Worker:
         except NixlError as error:
             _log.warning("%s: %s", self.name, error)
             return
-        self._agent = None
-        del agent
-        os.close(self._wake)
+        self._agent, self._destroyed = None, True
         self._report(Closed(self))
