@@ -1,13 +1,13 @@
 """Does the suite find what is broken? It runs on subjects broken on purpose, and on correct ones.
 
-The correct ones go first and through all core cases of their kind; what a case takes there says when it hangs
-elsewhere. Each broken one must be found by a case that its author has named, a correct one by none.
+The correct ones go first; what a case takes there says when it hangs elsewhere. Each broken one must be found by
+a case that its author has named, a correct one by none.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from attrs import define, frozen
@@ -51,11 +51,8 @@ class Specimen:
         """Whether this case has to find it, alone or with others."""
         return case.startswith(self.found_by) if self.found_by else False
 
-    def cases(self) -> list[Case]:
-        """The core cases of its kind, and those beyond that are named."""
-        return [case for case in CASES.values() if self.named(case.id) or self._usual(case)]
-
-    def _usual(self, case: Case) -> bool:
+    def own(self, case: Case) -> bool:
+        """Whether it is a core case of its kind."""
         own = area(case) != ADAPTER and (area(case) == TRANSPORT) is self.transport
         return own and case.profile is Profile.CORE and case.level is Level.MUST
 
@@ -96,17 +93,31 @@ def subjects(only: Sequence[str] = ()) -> list[Specimen]:
     return sorted(chosen, key=lambda one: not one.correct)
 
 
+def columns() -> set[str]:
+    """The cases that find somebody: of each name, or beginning of one, that is given for a subject the first case."""
+    begins = [begin for one in subjects() for begin in one.found_by]
+    return {min(found) for begin in begins if (found := [name for name in CASES if name.startswith(begin)])}
+
+
 def perform_all(
-    specimens: Sequence[Specimen], jobs: int, say: Callable[[str], None], modules: tuple[str, ...] = SUITE
+    specimens: Sequence[Specimen],
+    jobs: int,
+    say: Callable[[str], None],
+    modules: tuple[str, ...] = SUITE,
+    columns: Collection[str] | None = None,
 ) -> Matrix:
-    """Run everything. Raises KeyboardInterrupt with nothing left behind."""
+    """Run every subject on the cases that are named for it, and on the core cases of its kind (of these `columns`).
+
+    Raises KeyboardInterrupt with nothing left behind.
+    """
     usual: dict[str, float] = {}
+    asked = CASES if columns is None else columns
 
     def told(run: Run, result: Result) -> None:
         first = result.detail.partition("\n")[0]
         say(f"{result.verdict.value:<15} {result.seconds:6.2f} s  {names[id(run)]}: {result.id} {first}")
 
-    rows = [(one, Run(one.subject, _chooser(one, usual), modules)) for one in specimens]
+    rows = [(one, Run(one.subject, _chooser(one, asked, usual), modules)) for one in specimens]
     names = {id(run): one.name for one, run in rows}
     perform([run for one, run in rows if one.correct], jobs, told)
     for one, run in rows:
@@ -147,12 +158,13 @@ def mark(row: Mapping[str, Any], case: str) -> str:
     return "#" if find["named"] else "h" if find["hangs"] else "x"
 
 
-def _chooser(one: Specimen, usual: Mapping[str, float]) -> Callable[[Capabilities], Work]:
+def _chooser(one: Specimen, columns: Collection[str], usual: Mapping[str, float]) -> Callable[[Capabilities], Work]:
     """Named cases first and with their whole time; of the others a hang is seen early."""
 
     def choose(declared: Capabilities) -> Work:
         present = features(declared)
-        cases = [case for case in one.cases() if case.applies(present) and case.needs <= present]
+        asked = [case for case in CASES.values() if one.named(case.id) or (case.id in columns and one.own(case))]
+        cases = [case for case in asked if case.applies(present) and case.needs <= present]
         orders = []
         for case in sorted(cases, key=lambda case: not one.named(case.id)):
             early = max(_LEAST_S, _FACTOR * usual.get(case.id, case.limit_s))
@@ -179,7 +191,10 @@ def _row(one: Specimen, run: Run) -> dict[str, Any]:
     else:
         word = one.cause if any(find["named"] for find in finds.values()) else f"NOT FOUND by its cases: {one.cause}"
     holds = (
-        not run.refused and not broke and (not finds if one.correct else any(find["named"] for find in finds.values()))
+        not run.refused
+        and bool(run.results)
+        and not broke
+        and (not finds if one.correct else any(find["named"] for find in finds.values()))
     )
     return {
         "name": one.name,
