@@ -23,6 +23,7 @@ from kvx.core import wire
 from kvx.core.model import Mode, Region
 from kvx.engine import EngineInstance
 from kvx_conformance.actor import Actor, Call, Shape, holds, seed_of
+from kvx_conformance.suite.subject import OPEN_INSTANCE, Subject
 
 _POLL_S = 0.01
 _PR_SET_PDEATHSIG = 1
@@ -30,13 +31,14 @@ _PR_SET_PDEATHSIG = 1
 
 @frozen
 class Setup:
-    """What to be. `options` are kvx's."""
+    """What to be. `options` are kvx's; `instance` names the function that opens it."""
 
     who: str
     shape: Shape
     rank: int
     epoch: int
     options: dict[str, Any]
+    instance: str = OPEN_INSTANCE
 
 
 @frozen
@@ -74,9 +76,8 @@ class Program:
         self._actor = Actor(setup.shape, setup.rank, seed_of(setup.who))
         memory = np.frombuffer(self._actor.cache.memory, dtype=np.uint8)
         region = Region(0, memory.ctypes.data, memory.nbytes)
-        self._kvx: EngineInstance = instance.open_instance(
-            self._options, self._actor.layout, [region], epoch=setup.epoch
-        )
+        opener = Subject("", instance=setup.instance).opener()
+        self._kvx: EngineInstance = opener(self._options, self._actor.layout, [region], epoch=setup.epoch)
 
     def obey(self, order: Order) -> Answer:
         self._listen()

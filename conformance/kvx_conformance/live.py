@@ -1,4 +1,4 @@
-"""Scenarios on real processes: each rank a process with its own memory, kvx and kvx_tcp, behind a proxy."""
+"""Scenarios on real processes: each rank a process with its own memory and an instance, behind a proxy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,11 @@ from kvx_conformance.actor import JUNK, Call
 from kvx_conformance.instance_program import Answer, Order, Setup
 from kvx_conformance.proxy import Proxy
 from kvx_conformance.scenarios import Break, Performance, Plane, Row, Scenario, StuckError
+from kvx_conformance.suite.subject import Subject
 
+KVX = Subject("tcp")
+REGION_ACCESS = "kvx_conformance.faults:region_access"
+"""Around another transport: can neither forbid nor fence."""
 START_S = 60.0
 """How long a process may take to import and open its instance, on a machine that is busy."""
 _MARGIN_S = 10.0
@@ -152,11 +156,15 @@ class Place:
 
 
 class Live(Performance):
-    """One scenario on real processes; a context manager, after which nothing of it is left."""
+    """One scenario on real processes; a context manager, after which nothing of it is left.
 
-    def __init__(self, scenario: Scenario, folder: Path, pace: float = 1.0) -> None:
+    `subject` is what they run on. Only where its data connections can be led through a proxy do they run behind one.
+    """
+
+    def __init__(self, scenario: Scenario, folder: Path, pace: float = 1.0, subject: Subject = KVX) -> None:
         super().__init__(scenario, pace)
         self._folder = folder
+        self._subject = subject
         self._proxy = Proxy()
         self._programs: dict[str, list[Program]] = {}
         self._tickets: dict[str, str] = {}
@@ -191,7 +199,8 @@ class Live(Performance):
         place = Place(*(first + i * ranks for i in range(4)))
         for rank in range(ranks):
             self._proxy.front(Plane.CONTROL, who, place.front_control + rank, place.control + rank)
-            self._proxy.front(Plane.DATA, who, place.front_data + rank, place.data + rank)
+            if self._subject.relayed:
+                self._proxy.front(Plane.DATA, who, place.front_data + rank, place.data + rank)
         return place
 
     def _launch(self, who: str) -> None:
@@ -203,8 +212,11 @@ class Live(Performance):
 
     def _setup(self, who: str, rank: int, epoch: int) -> Setup:
         scenario, place = self.scenario, self._places[who]
-        transport = "kvx_conformance.faults:region_access" if scenario.region_access else "tcp"
-        section = {"port": place.data + rank, "advertise_port": place.front_data + rank, "chunk_bytes": 4096}
+        transport, section = self._subject.transport, dict(self._subject.options)
+        if scenario.region_access:
+            transport, section = REGION_ACCESS, {"inner": transport, **section}
+        if self._subject.relayed:
+            section |= {"port": place.data + rank, "advertise_port": place.front_data + rank, "chunk_bytes": 4096}
         options = {
             "instance": who,
             "listen": f"127.0.0.1:{place.control}",
@@ -216,7 +228,7 @@ class Live(Performance):
         }
         if who in scenario.secrets:
             options["secret"] = scenario.secrets[who]
-        return Setup(who, scenario.shapes[who], rank, epoch, options)
+        return Setup(who, scenario.shapes[who], rank, epoch, options, self._subject.instance)
 
     def start(self, who: str) -> None:
         if who not in self._programs:
@@ -238,7 +250,8 @@ class Live(Performance):
     def garbage(self, who: str) -> None:
         place = self._places[who]
         for rank in range(self.scenario.shapes[who].ranks):
-            for port in (place.control + rank, place.data + rank):
+            data = [place.data + rank] if self._subject.relayed else []
+            for port in (place.control + rank, *data):
                 for junk in JUNK:
                     with socket.create_connection(("127.0.0.1", port), timeout=_MARGIN_S) as stranger:
                         stranger.sendall(junk)

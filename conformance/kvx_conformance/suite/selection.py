@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from attrs import field, frozen
 
 from kvx.core.errors import ConfigError
-from kvx.core.model import Capabilities
 from kvx_conformance.suite import standard
 from kvx_conformance.suite.case import CASES, Case, Level, Profile, Verdict
 from kvx_conformance.suite.result import Result
 from kvx_conformance.suite.runner import Work, limit_s
-from kvx_conformance.suite.subject import features
+from kvx_conformance.suite.subject import Feature
 from kvx_conformance.suite.worker import Order
 
 TRANSPORT = "TRN"
@@ -50,9 +49,9 @@ class Selection:
         """All cases that are asked for, in the order of their ids."""
         return sorted((case for case in CASES.values() if self._asks(case)), key=lambda case: case.id)
 
-    def divide(self, declared: Capabilities) -> Work:
+    def divide(self, declared: Capabilities, *, relayed: bool = False) -> Work:
         """The cases to run on a subject that declares this, and the verdicts on those that are not."""
-        present = features(declared)
+        present = features(declared, relayed=relayed)
         orders: list[Order] = []
         settled: list[Result] = []
         for case in self.cases():

@@ -27,16 +27,18 @@ class Feature(Enum):
     FORBID = "forbid"  # access = grant: the target itself keeps operations out
     FENCE = "fence"  # of one peer
     CANCEL = "cancel"
+    RELAY = "relay"  # its data connections can be led through a proxy
 
 
-def features(declared: Capabilities) -> frozenset[Feature]:
-    """The features of a declaration, which is the transport's own `capabilities` and nothing else."""
+def features(declared: Capabilities, *, relayed: bool = False) -> frozenset[Feature]:
+    """The features of a declaration, which is the transport's own `capabilities`, and whether it can be `relayed`."""
     present = {
         Feature.WRITE: Op.WRITE in declared.ops,
         Feature.READ: Op.READ in declared.ops,
         Feature.FORBID: declared.access is Access.GRANT,
         Feature.FENCE: declared.fence is FenceScope.PEER,
         Feature.CANCEL: declared.cancel,
+        Feature.RELAY: relayed,
     }
     return frozenset(feature for feature, declares in present.items() if declares)
 
@@ -52,6 +54,15 @@ class Subject:
     """`package.module:function` with the signature of `kvx.instance.open_instance`."""
     engine: str = ""
     """An engine's driver, by name or as `package.module:factory`, for the cases that test its servers."""
+
+    @property
+    def relayed(self) -> bool:
+        """Its data connections can be led through a proxy: it listens on `port`, and peers dial `advertise_port`.
+
+        So do kvx's own transport and the suite's wrappers of it; others say so by having `advertise_port` in `options`.
+        """
+        own = self.transport == "tcp" or self.transport.startswith("kvx_conformance.")
+        return (own and self.options.get("inner", "tcp") == "tcp") or "advertise_port" in self.options
 
     def make_transport(self, peer: str, **options: Any) -> Transport:
         """One rank's transport. Raises PluginError, ConfigError or TransportError."""
