@@ -29,6 +29,9 @@ CLOSE_S = 2.0
 """How long `close` may take."""
 LINGER_S = 0.02
 """How long a case waits for what must not come any more."""
+REST_S = 0.5
+WAKES = 20
+"""So often may a transport at rest ask to be polled in REST_S; a spinning one does so thousands of times."""
 _TURN_S = 0.05
 KIB = 1 << 10
 EPOCH = 7
@@ -303,6 +306,22 @@ class Rig:
         end = time.monotonic() + wait_s
         while (left := end - time.monotonic()) > 0:
             self.serve(*ranks, wait_s=min(left, _TURN_S))
+
+    def rests(self, rank: Rank) -> None:
+        """It asks to be polled a few times at most while it has nothing to do."""
+        number = rank.fileno()
+        if number is None:
+            pause_s = rank.value("idle_poll_s")
+            self.context.check(pause_s and pause_s > 0, "without `fileno` there must be an `idle_poll_s`")
+            return
+        poller = select.poll()
+        poller.register(number, select.POLLIN)
+        wakes, end = 0, time.monotonic() + REST_S
+        while (left := end - time.monotonic()) > 0 and wakes <= WAKES:
+            if poller.poll(left * 1000):
+                wakes += 1
+                rank.poll()
+        self.context.check(wakes <= WAKES, f"{rank.peer} asked to be polled {wakes} times in {REST_S:g} s of rest")
 
     # ----------------------------------------------------------------- moving
 

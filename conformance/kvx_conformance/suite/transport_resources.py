@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import threading
 import time
 from pathlib import Path
@@ -13,12 +12,9 @@ from kvx.core.model import Capabilities, Op, Peer, Region, Stamp
 from kvx_conformance.suite.case import Context, Profile, case
 from kvx_conformance.suite.ground import MIB
 from kvx_conformance.suite.ops import declared_ops, each_op, piece, some_op
-from kvx_conformance.suite.ranks import EPOCH, KIB, Rank, Rig
+from kvx_conformance.suite.ranks import EPOCH, KIB, Rig
 from kvx_conformance.suite.subject import Feature
 
-REST_S = 0.5
-WAKES = 20
-"""So often may a transport at rest ask to be polled in REST_S; a spinning one does so thousands of times."""
 BLOCKED_S = 0.2
 """A `poll` that takes this long, again and again, waits for something."""
 WORK_S = 0.25
@@ -214,24 +210,7 @@ def rest(context: Context) -> None:
         rig.finish(rig.post(a, b, op, piece(0, 500_000), piece(0, 500_000), stamp=Stamp(op.value, EPOCH, 3)))
     rig.linger(wait_s=0.1)
     for rank in (a, b):
-        _rests(context, rank)
-
-
-def _rests(context: Context, rank: Rank) -> None:
-    """It asks to be polled a few times at most while it has nothing to do."""
-    number = rank.fileno()
-    if number is None:
-        pause_s = rank.value("idle_poll_s")
-        context.check(pause_s is not None and pause_s > 0, "without `fileno` there must be an `idle_poll_s`")
-        return
-    poller = select.poll()
-    poller.register(number, select.POLLIN)
-    wakes, end = 0, time.monotonic() + REST_S
-    while (left := end - time.monotonic()) > 0 and wakes <= WAKES:
-        if poller.poll(left * 1000):
-            wakes += 1
-            rank.poll()
-    context.check(wakes <= WAKES, f"{rank.peer} asked to be polled {wakes} times in {REST_S:g} s of rest")
+        rig.rests(rank)
 
 
 @case("KVX-TRN-034", "told-without-traffic", "An operation to nobody fails: `fileno` says so, although nothing moves.")
@@ -255,5 +234,5 @@ def waiting(context: Context) -> None:
     a, b = rig.pair(16 * MIB, warm=True)
     move = rig.post(a, b, op, a.ground.whole(), b.ground.whole())
     rig.linger(a, wait_s=0.3)
-    _rests(context, a)
+    rig.rests(a)
     rig.finish(move)
