@@ -18,7 +18,7 @@ from kvx_conformance.suite.case import CASES, Case, Context, Profile, Verdict
 from kvx_conformance.suite.result import Result
 from kvx_conformance.suite.runner import Run, Work
 from kvx_conformance.suite.selection import Selection
-from kvx_conformance.suite.subject import Feature, Subject
+from kvx_conformance.suite.subject import Feature, Subject, features
 from kvx_conformance.suite.worker import Order
 
 MUST, SHOULD = "KVX-ENV-001", "KVX-GRT-900"
@@ -62,7 +62,7 @@ def _rules() -> dict[str, str]:
 
 
 def orders(selection: Selection, declared: Capabilities) -> set[str]:
-    return {order.case.partition(".")[2] for order in selection.divide(declared).orders}
+    return {order.case.partition(".")[2] for order in selection.divide(features(declared)).orders}
 
 
 def test_what_is_asked_for_is_run(cases: Mapping[str, Case]) -> None:
@@ -74,7 +74,7 @@ def test_what_is_asked_for_is_run(cases: Mapping[str, Case]) -> None:
 
 
 def test_what_is_not_run_says_why(cases: Mapping[str, Case]) -> None:
-    work = Selection(exempt={cases["other"].id: "known"}).divide(WRITES)
+    work = Selection(exempt={cases["other"].id: "known"}).divide(features(WRITES))
     assert {(one.id, one.verdict, one.detail) for one in work.settled} == {
         (cases["other"].id, Verdict.DISABLED, "known"),
         (cases["fenced"].id, Verdict.SKIP_UNDECLARED, "Needs fence, which the transport does not declare."),
@@ -99,7 +99,7 @@ def test_a_selection_of_nothing_is_refused(wrong: Any, sentence: str) -> None:
 
 def run(*results: Result, ordered: int | None = None) -> Run:
     subject = Subject("tcp", {"streams": 4, "secret": "hush hush", "name": "two words"})
-    one = Run(subject, lambda declared: Work(()))
+    one = Run(subject, lambda present: Work(()))
     one.begin(WRITES)
     count = len(results) if ordered is None else ordered
     names = list(dict.fromkeys([*(result.id for result in results), *CASES]))[:count]

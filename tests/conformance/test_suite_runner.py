@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from kvx.core.model import Capabilities, Op
+from kvx.core.model import Op
 from kvx_conformance.suite import runner
 from kvx_conformance.suite.case import Verdict
 from kvx_conformance.suite.result import Result
 from kvx_conformance.suite.runner import Run, Work, perform
-from kvx_conformance.suite.subject import Subject
+from kvx_conformance.suite.subject import Feature, Subject
 from kvx_conformance.suite.worker import Order
 
 CASES = """
@@ -114,7 +114,7 @@ def orders(*names: str, limit_s: float = 20.0) -> Work:
 
 
 def run(*names: str, limit_s: float = 20.0, jobs: int = 1, subject: Subject = GOOD) -> Run:
-    made = Run(subject, lambda declared: orders(*names, limit_s=limit_s), ("made_cases",))
+    made = Run(subject, lambda present: orders(*names, limit_s=limit_s), ("made_cases",))
     perform([made], jobs, lambda run, result: None)
     return made
 
@@ -240,7 +240,7 @@ def test_a_subject_that_declares_something_else_each_time_is_refused() -> None:
 def test_settled_verdicts_come_first_and_count() -> None:
     settled = Result("KVX-ENV-001.fails", Verdict.DISABLED, "known")
 
-    def choose(declared: Capabilities) -> Work:
+    def choose(present: frozenset[Feature]) -> Work:
         return Work(orders("passes").orders, (settled,))
 
     made = Run(GOOD, choose, ("made_cases",))
@@ -251,7 +251,7 @@ def test_settled_verdicts_come_first_and_count() -> None:
 
 
 def test_several_subjects_share_the_workers_that_there_are() -> None:
-    made = [Run(GOOD, lambda declared: orders("passes", "fails"), ("made_cases",), jobs=1) for _ in range(3)]
+    made = [Run(GOOD, lambda present: orders("passes", "fails"), ("made_cases",), jobs=1) for _ in range(3)]
     perform(made, 2, lambda run, result: None)
     assert [verdicts(one) for one in made] == [{"passes": Verdict.PASS, "fails": Verdict.FAIL}] * 3
 
@@ -259,10 +259,10 @@ def test_several_subjects_share_the_workers_that_there_are() -> None:
 INTERRUPTED = """
 import sys
 from kvx_conformance.suite.runner import Run, Work, ends_on_term, perform
-from kvx_conformance.suite.subject import Subject
+from kvx_conformance.suite.subject import Feature, Subject
 from kvx_conformance.suite.worker import Order
 work = Work(tuple(Order(f"KVX-ENV-001.{name}", 600) for name in ("passes", "hangs-natively", "slow")))
-run = Run(Subject("kvx_conformance.faults:dropping"), lambda declared: work, ("made_cases",))
+run = Run(Subject("kvx_conformance.faults:dropping"), lambda present: work, ("made_cases",))
 try:
     with ends_on_term():
         perform([run], 1, lambda run, result: print("reached", result.id, flush=True))

@@ -27,7 +27,7 @@ from kvx.core.model import Capabilities
 from kvx_conformance.suite import stacks
 from kvx_conformance.suite.case import Case, Verdict
 from kvx_conformance.suite.result import BAD, Result
-from kvx_conformance.suite.subject import Subject
+from kvx_conformance.suite.subject import Feature, Subject, features
 from kvx_conformance.suite.worker import END_S, Answer, Order, Setup
 
 READY_S = 60.0
@@ -42,7 +42,7 @@ SUITE = ("kvx_conformance.suite.all",)
 
 @frozen
 class Work:
-    """What shall be done to a subject once it has said what it declares: cases to run, and those settled without."""
+    """What shall be done to a subject of such features: cases to run, and those settled without."""
 
     orders: tuple[Order, ...]
     settled: tuple[Result, ...] = ()
@@ -53,7 +53,7 @@ class Run:
     """One subject, and what has come of its cases so far."""
 
     subject: Subject
-    choose: Callable[[Capabilities], Work]
+    choose: Callable[[frozenset[Feature]], Work]
     modules: tuple[str, ...] = SUITE
     seed: int = 1
     pace: float = 1.0
@@ -81,7 +81,7 @@ class Run:
         """The first worker's word counts; a subject that says something else later is refused."""
         if self.declared is None:
             self.declared = declared
-            self.work = self.choose(declared)
+            self.work = self.choose(features(declared, relayed=self.subject.relayed))
             self.results.update({result.id: result for result in self.work.settled})
             self.waiting.extend(self.work.orders)
         elif declared != self.declared:

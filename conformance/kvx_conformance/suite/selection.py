@@ -49,9 +49,8 @@ class Selection:
         """All cases that are asked for, in the order of their ids."""
         return sorted((case for case in CASES.values() if self._asks(case)), key=lambda case: case.id)
 
-    def divide(self, declared: Capabilities, *, relayed: bool = False) -> Work:
-        """The cases to run on a subject that declares this, and the verdicts on those that are not."""
-        present = features(declared, relayed=relayed)
+    def divide(self, present: frozenset[Feature]) -> Work:
+        """The cases to run on a subject with these features, and the verdicts on those that are not."""
         orders: list[Order] = []
         settled: list[Result] = []
         for case in self.cases():

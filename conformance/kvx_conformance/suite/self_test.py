@@ -13,13 +13,12 @@ from typing import Any
 from attrs import define, frozen
 
 from kvx.core.errors import ConfigError
-from kvx.core.model import Capabilities
 from kvx_conformance.suite.broken import Broken
 from kvx_conformance.suite.case import CASES, Case, Level, Profile, Verdict
 from kvx_conformance.suite.result import Result
 from kvx_conformance.suite.runner import SUITE, Run, Work, perform
 from kvx_conformance.suite.selection import ADAPTER, TRANSPORT, area
-from kvx_conformance.suite.subject import Subject, features
+from kvx_conformance.suite.subject import Feature, Subject
 from kvx_conformance.suite.worker import Order
 
 SHIPPED = {
@@ -158,11 +157,12 @@ def mark(row: Mapping[str, Any], case: str) -> str:
     return "#" if find["named"] else "h" if find["hangs"] else "x"
 
 
-def _chooser(one: Specimen, columns: Collection[str], usual: Mapping[str, float]) -> Callable[[Capabilities], Work]:
+def _chooser(
+    one: Specimen, columns: Collection[str], usual: Mapping[str, float]
+) -> Callable[[frozenset[Feature]], Work]:
     """Named cases first and with their whole time; of the others a hang is seen early."""
 
-    def choose(declared: Capabilities) -> Work:
-        present = features(declared)
+    def choose(present: frozenset[Feature]) -> Work:
         asked = [case for case in CASES.values() if one.named(case.id) or (case.id in columns and one.own(case))]
         cases = [case for case in asked if case.applies(present) and case.needs <= present]
         orders = []
