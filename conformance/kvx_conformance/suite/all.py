@@ -18,6 +18,7 @@ from kvx_conformance.suite import (
     transport_moving,
     transport_peers,
     transport_permits,
+    transport_processes,
     transport_resources,
 )
 from kvx_conformance.suite.case import CASES
@@ -39,5 +40,6 @@ __all__ = [
     "transport_moving",
     "transport_peers",
     "transport_permits",
+    "transport_processes",
     "transport_resources",
 ]
