@@ -15,16 +15,25 @@ import os
 from attrs import frozen
 
 from kvx.core.errors import ConfigError
+from kvx_nixl.efa import devices
 from kvx_nixl.options import Options
+
+_PIECES = (512, 2048)
+_EFA_PIECES = (96, 192)
+"""EFA's throughput collapses beyond about 240 operations in flight."""
 
 
 @frozen
 class Backend:
-    """`post_pieces` and `window_pieces` stand where the operator has set none."""
+    """One of NIXL's backends that move bytes between hosts."""
 
     name: str
-    post_pieces: int
-    window_pieces: int
+
+    def pieces(self, options: Options) -> tuple[int, int]:
+        """Most pieces in one post, and in flight to one peer."""
+        on_efa = self.name == "LIBFABRIC" and options.provider in ("", "efa") and bool(devices())
+        post, window = _EFA_PIECES if on_efa else _PIECES
+        return options.post_pieces or post, options.window_pieces or window
 
     def check(self, options: Options) -> None:
         """Raises ConfigError where the backend would listen beyond loopback and may not."""
@@ -58,6 +67,5 @@ class Backend:
         return params
 
 
-UCX = Backend("UCX", post_pieces=512, window_pieces=2048)
-LIBFABRIC = Backend("LIBFABRIC", post_pieces=96, window_pieces=192)
-"""EFA's throughput collapses beyond about 240 operations in flight."""
+UCX = Backend("UCX")
+LIBFABRIC = Backend("LIBFABRIC")

@@ -33,6 +33,8 @@ _RUNG_SPIN_S = 0.15
 _LONG_NAP_S = 0.02
 _IDLE_S = 1.0
 """How often an idle agent is looked at, so that connections of dead peers do not stay."""
+_ADD_TRIES = 3
+"""LIBFABRIC reports the error of another peer's broken connection from whatever call comes next."""
 ATTEND_S = 0.5
 """How long a ring keeps a worker awake."""
 
@@ -97,6 +99,8 @@ class Worker:
         self._backend = backend
         self._options = options
         self._regions = regions
+        self._post_pieces, window_pieces = backend.pieces(options)
+        self._window = Size(window_pieces, options.window_bytes)
         self._tell = tell
         self._agent: Agent | None = None
         self._destroyed = True
@@ -138,12 +142,16 @@ class Worker:
         """Answered by Added."""
 
         def run(agent: Agent) -> None:
-            try:
-                agent.add(name, metadata)
-            except NixlError as error:
-                self._report(Added(self, key, str(error)))
-            else:
-                self._report(Added(self, key, ""))
+            error = ""
+            for _ in range(_ADD_TRIES):
+                try:
+                    agent.add(name, metadata)
+                except NixlError as failure:
+                    error = str(failure)
+                else:
+                    error = ""
+                    break
+            self._report(Added(self, key, error))
 
         self._submit(run)
 
@@ -156,7 +164,7 @@ class Worker:
         """Answered by Moved."""
 
         def run(agent: Agent) -> None:
-            move.begin(agent, self._options.post_bytes, self._options.post_pieces or self._backend.post_pieces)
+            move.begin(agent, self._options.post_bytes, self._post_pieces)
             self.moves.append(move)
 
         self._submit(run)
@@ -228,14 +236,12 @@ class Worker:
         except NixlError as error:
             # An error of one peer's connection may come out of any call: the moves find out whose it was.
             _log.warning("%s: %s", self.name, error)
-        pieces = self._options.window_pieces or self._backend.window_pieces
-        window = Size(pieces, self._options.window_bytes)
         flying: dict[str, Size] = {}
         for move in self.moves:
             flying[move.agent] = flying.get(move.agent, Size()) + move.flying
         for move in list(self.moves):
             before = move.flying
-            happened |= move.advance(agent, window - flying[move.agent])
+            happened |= move.advance(agent, self._window - flying[move.agent])
             flying[move.agent] += move.flying - before
             if move.ended:
                 move.end(agent)
