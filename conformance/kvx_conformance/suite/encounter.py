@@ -219,6 +219,8 @@ class Facing:
     step: Step | None = None
     claimed: bool = True
     """A producer's engine says Claim before its blocks."""
+    permits: bool = True
+    """The peer's transport lets the instance in before it has its grant."""
     start: int = 0
     """What the instance exposes begins at this token."""
     lease_s: float | None = None
@@ -395,12 +397,13 @@ class Facing:
             self.peer.cache.fill(_CONTENT, (0,), self.mine, None)
             self.call("claim", ticket=self.peer.ticket(self.grant))
             self.connect()
-            if not self.altered:
+            if self.permits:
                 self.peer.permit(self.grant, self.theirs)
 
     def _give(self) -> None:
         if self.mode is Mode.PUSH:
-            self.peer.permit(self.grant, self.theirs)
+            if self.permits:
+                self.peer.permit(self.grant, self.theirs)
             self.line.say(self.peer.granting(self.grant, self.theirs))
             self.line.barrier()
         else:

@@ -9,7 +9,7 @@ from attrs import evolve
 
 from kvx.core.messages import Ack, Done, GrantMessage, Message, Renew, Revoke, Stopped
 from kvx.core.model import Mode, Reason, Side
-from kvx_conformance.suite.case import Context, case
+from kvx_conformance.suite.case import Context, Profile, case
 from kvx_conformance.suite.encounter import Encounter, Facing, Step
 from kvx_conformance.suite.protocol_wire import OPEN
 from kvx_conformance.suite.subject import Feature
@@ -125,6 +125,7 @@ def cut(context: Context) -> None:
     "KVX-EPO-005",
     "half-closed",
     "The peer closes its half of the connection at every step of a transfer: it goes on over the next one.",
+    profile=Profile.RESILIENCE,
 )
 def half_closed(context: Context) -> None:
     encounter = Encounter(context)

@@ -277,7 +277,7 @@ def _refuses(context: Context, rule: Callable[[str], bool]) -> None:
             continue
         for mode in encounter.modes():
             facing = encounter.facing(f"{mode.value}-{number}", mode, Side.INITIATOR)
-            facing.altered = changes
+            facing.altered, facing.permits = changes, False
             facing.to(Step.EXPOSED)
             if mode is Mode.PUSH:
                 facing.line.say(facing.peer.granting(facing.grant, facing.theirs))

@@ -48,6 +48,29 @@ def after_failure(context: Context) -> None:
     encounter.over()
 
 
+@case(
+    "KVX-DAT-007",
+    "early-read",
+    "A ticket is faster than its owner's Expose, and the first READs are refused: they are posted again, and the "
+    "bytes come.",
+    needs=(*READ, Feature.FORBID),
+)
+def early_read(context: Context) -> None:
+    encounter = Encounter(context)
+    facing = encounter.facing("t", Mode.PULL, Side.INITIATOR)
+    facing.permits = False
+    facing.to(Step.GRANTED)
+    facing.stage(0, TOKENS)
+    encounter.linger(0.1)
+    facing.line.barrier()
+    context.check(not encounter.toy.told.get("t"), f"an early READ ends its transfer: {encounter.toy.told.get('t')}")
+    facing.peer.permit(facing.grant, facing.theirs)
+    facing.hear_done()
+    facing.step = Step.SETTLING
+    facing.well()
+    encounter.over()
+
+
 # --------------------------------------------------------------------- Done and Ack
 
 

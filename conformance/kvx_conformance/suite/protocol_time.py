@@ -7,7 +7,7 @@ from typing import Any
 
 from kvx.core.messages import Renew, Revoke, Stopped
 from kvx.core.model import Mode, Reason, Side
-from kvx_conformance.suite.case import Context, case
+from kvx_conformance.suite.case import Context, Profile, case
 from kvx_conformance.suite.encounter import Encounter, Facing, Step
 from kvx_conformance.suite.subject import Feature
 
@@ -54,6 +54,7 @@ def ends(context: Context) -> None:
     "KVX-TIM-001",
     "counted-anew",
     "The initiator renews for twice the lease: the transfer stays open that long, and ends well.",
+    profile=Profile.RESILIENCE,
 )
 def counted_anew(context: Context) -> None:
     encounter = _short(context)
