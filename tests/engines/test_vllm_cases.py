@@ -25,7 +25,7 @@ from kvx.cluster import free_ports
 from kvx.core.model import Mode
 from kvx.driver import Launch
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
 MODES = [Mode.PULL, Mode.PUSH]
 UPSTREAM = ("test_edge_cases.py", "toy_proxy_server.py")
@@ -72,7 +72,7 @@ def servers(bench: Any) -> Iterator[Servers]:
     multi_env = {"PYTHONPATH": path, "VLLM_SERVER_DEV_MODE": "1"}
     multi = bench.start("multi", "--kv-transfer-config", json.dumps(config), env=multi_env)
     made = Servers(bench.start("prefill"), bench.start("decode"), multi, bench.start_single("single"))
-    bench.cluster.wait_ready(timeout_s=480)
+    bench.cluster.wait_ready(timeout_s=900)
     yield made
     for instance in (made.prefill, made.decode, made.multi):
         assert bench.until(lambda instance=instance: not instance.status()["open"], 60), instance.status()
