@@ -61,6 +61,10 @@ class Agent:
         """Learn of a peer's agent. Its metadata is checked first: NIXL forgets agents over damaged bytes."""
         if agent_of(metadata) != name:
             raise NixlError(f"the metadata is not that of agent {name!r}")
+        self.learn(name, metadata)
+
+    def learn(self, name: str, metadata: bytes) -> None:
+        """NIXL's own part of it. LIBFABRIC blocks in it until the peer does the same."""
         added = self._call(f"adding {name}", self._nixl.add_remote_agent, metadata)
         if (added.decode() if isinstance(added, bytes) else added) != name:
             raise NixlError(f"NIXL has taken {added!r} from the metadata of {name!r}")

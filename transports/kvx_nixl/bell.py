@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import os
 import secrets
 import socket
 from collections.abc import Callable
@@ -35,6 +36,7 @@ class RefusedError(RemoteProtocolError):
 
     def __init__(self, status: int, proven: bool) -> None:
         super().__init__(f"refused with status {status}")
+        self.proven = proven
         self.stale = proven and status == Status.STALE
 
 
@@ -92,7 +94,7 @@ class Connection:
         if self.connecting and event & ~EPOLLIN:
             error = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if error:
-                raise OSError(error, "connecting")
+                raise OSError(error, os.strerror(error))
             self.connecting = False
         if self.connecting:
             return

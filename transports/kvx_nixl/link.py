@@ -45,6 +45,7 @@ class Operation:
     local: Descriptors = field(repr=False)
     remote: Descriptors = field(repr=False)
     nbytes: int
+    posted_at: float = field(factory=time.monotonic)
     cancelled: bool = False
     move: Move | None = None
     """What the worker has of it; None: nothing of it has begun."""
@@ -310,15 +311,19 @@ class Link:
                 operation.move.stopped = True
                 # LIBFABRIC says DONE to a READ whose target has closed in its midst.
                 operation.forsaken |= operation.op is Op.READ
-        waiting, self.waiting = self.waiting, []
-        for operation in waiting:
-            text = f"no connection to {self.peer}: {cause}"
-            self.shell.report(OpFailed(operation.op_id, Reason.TRANSPORT, text))
+        now = time.monotonic()
+        final = isinstance(cause, ConnectionRefusedError | RefusedError)
+        for operation in list(self.waiting):
+            # Nothing of it has begun: it is tried again for a while, if that may help.
+            if final or now - operation.posted_at > self.handshake_s:
+                self.waiting.remove(operation)
+                text = f"no connection to {self.peer}: {cause}"
+                self.shell.report(OpFailed(operation.op_id, Reason.TRANSPORT, text))
         if isinstance(cause, ConnectionRefusedError) or (isinstance(cause, RefusedError) and cause.stale):
             self.gone()
-        elif self.flying:
+        else:
             self._pause_s = min(_MAX_PAUSE_S, 2 * self._pause_s or 0.05)
-            self._redial_at = time.monotonic() + self._pause_s
+            self._redial_at = now + self._pause_s
 
     def gone(self) -> None:
         """The peer's process is proven gone: no memory of it is left to write to."""

@@ -134,23 +134,24 @@ class Move:
         self._flying = still
 
     def _post(self, agent: Agent, lists: Lists, indices: NDArray[np.int32], nbytes: int) -> Size:
+        self._look_ahead()
         try:
             notification = note(self.number, self.posted) if self.op is Op.WRITE else b""
             post = agent.make("WRITE" if self.op is Op.WRITE else "READ", lists, indices, notification)
-            self.posted += 1
+        except NixlError as error:
+            self.error, self.complete = str(error), False
+            return Size()
+        self.posted += 1
+        try:
             done = agent.start(post)
         except NixlError as error:
-            # A start that raises may have begun: `posted` counts it, and whoever reads that stays in doubt.
-            self.error = str(error)
-            return Size()
-        size = Size(len(indices), nbytes)
+            # It may have begun all the same: it is asked for its end like any other.
+            self.error, done = str(error), False
         if done:
             _drop(agent, post)
-            size = Size()
-        else:
-            self._flying.append((post, size))
-        self._look_ahead()
-        return size
+            return Size()
+        self._flying.append((post, Size(len(indices), nbytes)))
+        return self._flying[-1][1]
 
     @property
     def ended(self) -> bool:

@@ -109,6 +109,8 @@ class Worker:
         self._attend_until = 0.0
         self._lively_until = 0.0
         self._stopping = False
+        self.turns = 0
+        """Rounds of polling so far."""
         self._asleep = False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -119,6 +121,11 @@ class Worker:
     @property
     def alive(self) -> bool:
         return self._thread.is_alive()
+
+    @property
+    def asleep(self) -> bool:
+        """Is nothing in flight, and has no peer rung lately?"""
+        return not self.moves and time.monotonic() > self._attend_until
 
     def hangs(self, now: float) -> str | None:
         """The call that takes too long, if one does."""
@@ -226,6 +233,7 @@ class Worker:
         return time.monotonic() > max(self._attend_until, self._retired_at + ATTEND_S)
 
     def _turn(self, agent: Agent) -> None:
+        self.turns += 1
         for _ in range(len(self._commands)):
             self._commands.popleft()(agent)
         happened = False
