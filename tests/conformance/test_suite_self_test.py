@@ -77,11 +77,26 @@ def test_the_broken_are_found_and_the_correct_are_not(modules: tuple[str, ...]) 
     assert content["cases"] == ["KVX-TRN-001.is-fast", "KVX-TRN-001.is-plain"]
     rows = {row["name"]: row for row in content["subjects"]}
     assert [self_test.mark(rows[name], case) for name in rows for case in content["cases"]] == [*"..", *".#", *"h#"]
-    assert [rows[name]["ran"] for name in rows] == [3, 3, 3]
+    assert [len(rows[name]["ran"]) for name in rows] == [3, 3, 3]
     text = "\n".join(self_test.lines(content))
     assert "h#  It is not plain, and slow." in text
     assert "2 of 2 broken subjects" in text
     assert "● " not in page.matrix({**content, "kvx": "0", "suite": "1.0"}).partition("<table")[0].partition("<p><b")[0]
+
+
+def test_one_that_takes_its_time_is_not_asked_everything(
+    modules: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(self_test, "BUDGET_S", -1.0)
+    specimens = (
+        Specimen("correct", subject()),
+        Specimen("crooked", subject(plain=False), "Bent.", ("KVX-TRN-001.is-p",)),
+    )
+    content = self_test.perform_all(specimens, 1, lambda line: None, modules, columns=CASES).fields()
+    correct, crooked = content["subjects"]
+    assert (len(correct["ran"]), crooked["ran"]) == (3, ["KVX-TRN-001.is-plain"])
+    assert content["holds"]
+    assert self_test.mark(crooked, "KVX-TRN-001.is-fast") == " "
 
 
 def test_one_that_its_cases_do_not_find_is_bad_even_if_others_do(modules: tuple[str, ...]) -> None:

@@ -26,7 +26,7 @@ _INTRODUCTION = (
 )
 _LEGEND = (
     '<b class="named">●</b> found by a case that names the cause, <span class="other">○</span> found by another, '
-    '<span class="other">h</span> it hangs there'
+    '<span class="other">h</span> it hangs there, · not found; empty: not run'
 )
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1d2329; --soft: #5c6670; --line: #d9dee3; --back: #fff; --card: #f5f7f9;
@@ -107,6 +107,7 @@ def _matrix_row(row: Mapping[str, Any], columns: Iterable[str]) -> str:
     signs = {
         "#": '<span class="named">●</span>',
         "x": '<span class="other">○</span>',
+        ".": '<span class="other">·</span>',
         "h": '<span class="other">h</span>',
     }
     cells = []
