@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import logging
 import sys
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -105,6 +106,10 @@ def _parser(further: Sequence[str]) -> argparse.ArgumentParser:
     shown.add_argument("--engine", default="reference", metavar="E", help="whose servers (default reference)")
     shown.add_argument("--mode", choices=("push", "pull", "both"), default="both", help="default both")
     shown.add_argument("--requests", type=_count, default=20, metavar="N", help="for each mode (default 20)")
+    shown.add_argument("--transport", default="tcp", metavar="NAME", help="what moves the bytes (default tcp)")
+    shown.add_argument(
+        "--option", action="append", default=[], type=_pair, metavar="KEY=VALUE", help="of the transport; a TOML value"
+    )
 
     kept = _add(commands, "up", _up, "a local cluster with a router, kept until Ctrl-C", json=False)
     kept.add_argument("--engine", default="reference", metavar="E", help="whose servers (default reference)")
@@ -151,6 +156,14 @@ def _parser(further: Sequence[str]) -> argparse.ArgumentParser:
     moving.add_argument("--bytes", type=_count, default=64 << 20, metavar="N", help="bytes per copy (default 64 MiB)")
     moving.add_argument("--pieces", type=_count, default=1, metavar="N", help="pieces per copy (default 1)")
     moving.add_argument("--repeat", type=_count, default=10, metavar="N", help="rounds (default 10)")
+    moving.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        type=_pair,
+        metavar="NAME:KEY=VALUE",
+        help="of one of the transports; a TOML value",
+    )
     planning = _add(benches, "planner", _bench_planner, "pure planning: which bytes of which blocks")
     planning.add_argument("--blocks", type=_count, default=1024, metavar="N", help="blocks per request (default 1024)")
     planning.add_argument("--layers", type=_count, default=32, metavar="N", help="layers (default 32)")
@@ -163,6 +176,17 @@ def _count(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is not at least 1")
     return number
+
+
+def _pair(text: str) -> tuple[str, object]:
+    """`KEY=VALUE`; what is no TOML value is a text."""
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
+    try:
+        return key, tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return key, value
 
 
 def _port(text: str) -> int:
@@ -230,8 +254,9 @@ def _operate(arguments: argparse.Namespace) -> int:
 
 def _demo(arguments: argparse.Namespace) -> int:
     modes = list(Mode) if arguments.mode == "both" else [Mode(arguments.mode)]
-    results = demo.run(arguments.engine, modes, arguments.requests, _say)
-    fields = {"engine": arguments.engine, "modes": [result.fields() for result in results]}
+    transport, section = arguments.transport, dict(arguments.option)
+    results = demo.run(arguments.engine, modes, arguments.requests, _say, transport, section)
+    fields = {"engine": arguments.engine, "transport": transport, "modes": [result.fields() for result in results]}
     _emit(arguments, "demo", fields, ["", *demo.table(results), "", demo.verdict(results)])
     return 0 if all(result.good for result in results) else 1
 
@@ -294,6 +319,12 @@ def _ticket_address(text: str) -> str:
 def _bench_transport(arguments: argparse.Namespace) -> int:
     from kvx.bench import transport
 
+    options: dict[str, dict[str, object]] = {}
+    for name, value in arguments.option:
+        of, _, key = name.rpartition(":")
+        options.setdefault(of, {})[key] = value
+    if unknown := options.keys() - set(arguments.transports.split(",")):
+        raise ConfigError(f"--option is for {', '.join(sorted(unknown)) or 'none'}, which is not in --transports")
     fields = _measured(
         transport.run,
         transports=arguments.transports.split(","),
@@ -301,13 +332,14 @@ def _bench_transport(arguments: argparse.Namespace) -> int:
         nbytes=arguments.bytes,
         pieces=arguments.pieces,
         repeat=arguments.repeat,
+        options=options,
     )
     lines = [
-        f"{row['name']:<12} {row['op']:<6} {row['gbps']['median']:8.2f} GB/s{'' if row['verified'] else ' WRONG BYTES'}"
+        f"{row['name']:<15} {row['op']:<6} {row['gbps']['median']:8.2f} GB/s{'' if row['verified'] else ' WRONG BYTES'}"
         for row in fields["results"]
     ]
     lines += [
-        f"{row['name']:<12} {row['op']:<6} {row['median']:8.2f} of the speed of {row['to']}" for row in fields["ratios"]
+        f"{row['name']:<15} {row['op']:<6} {row['median']:8.2f} of the speed of {row['to']}" for row in fields["ratios"]
     ]
     _emit(arguments, "bench.transport", fields, lines)
     return 0 if all(row["verified"] for row in fields["results"]) else 1

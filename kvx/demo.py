@@ -77,12 +77,23 @@ class Result:
         return {"mode": self.mode.value, **{name: getattr(self, name) for name in names}}
 
 
-def run(engine: str, modes: Sequence[Mode], requests: int, say: Say) -> list[Result]:
-    """One result for each mode. Raises as `kvx.up.site` does, and DemoError."""
+def run(
+    engine: str,
+    modes: Sequence[Mode],
+    requests: int,
+    say: Say,
+    transport: str = "tcp",
+    section: Mapping[str, Any] | None = None,
+) -> list[Result]:
+    """One result for each mode; `section` holds the transport's options.
+
+    Raises as `kvx.up.site` does, and DemoError.
+    """
+    given: dict[str, Any] = {transport: dict(section)} if section else {}
     with site(engine, "", (), say) as place:
         logs = place.cluster.logs
-        prefill = place.engine("prefill", transports=["tcp", DROPPING])
-        decode = place.engine("decode", event_log=str(logs / "decode.jsonl"))
+        prefill = place.engine("prefill", transports=[transport, DROPPING], **given)
+        decode = place.engine("decode", transports=[transport], **given, event_log=str(logs / "decode.jsonl"))
         control = place.engine("control", transports=[DROPPING], event_log=str(logs / "control.jsonl"))
         say(f"starting three {engine} servers: prefill, decode, and the control, whose transport drops every byte")
         place.wait_ready()
