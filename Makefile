@@ -15,7 +15,7 @@ INPUTS ?= 20000
 export OPENBLAS_NUM_THREADS := 1
 PYTEST := -m pytest -q --junitxml
 
-.PHONY: help env env-vllm env-nixl lock test test-deep fuzz test-engines soak check format bench docs demo clean
+.PHONY: help env env-vllm env-nixl lock test test-deep fuzz test-engines self-test soak check format bench docs demo clean
 
 help: ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1|\2/p' $(MAKEFILE_LIST) | column -t -s'|'
@@ -36,7 +36,7 @@ test: env ## the quick tests, without an engine
 	$(PY) $(PYTEST) $(RUN)/test.xml -n auto -m "not vllm and not nixl and not slow"
 
 test-deep: env fuzz ## slow tests, 20,000 hostile inputs, all mutants and 10,000 simulated worlds
-	$(PY) $(PYTEST) $(RUN)/test-deep.xml -m "slow and not vllm and not nixl"
+	$(PY) $(PYTEST) $(RUN)/test-deep.xml -m "slow and not soak and not vllm and not nixl"
 	$(PY) -m kvx_conformance.mutants --json $(RUN)/mutants.json
 	.venv/bin/kvx sim --seeds 10000 --json $(RUN)/sim.json
 
@@ -45,6 +45,10 @@ fuzz: env ## hostile bytes and peers; INPUTS=1000000 make fuzz for a long run
 
 test-engines: env-vllm ## real vLLM servers on this machine's CPUs
 	$(VLLM) $(PYTEST) $(RUN)/test-engines.xml -m "vllm and not soak" tests/engines tests/adapters
+
+self-test: env ## does the conformance suite find what is broken on purpose? many minutes
+	@mkdir -p $(RUN)
+	.venv/bin/kvx conformance self-test --json $(RUN)/self-test.json --html $(RUN)/self-test.html
 
 soak: env-vllm ## 1,000 requests through a pair of vLLM of which clients leave and servers are killed
 	@mkdir -p $(RUN)

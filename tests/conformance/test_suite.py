@@ -67,6 +67,7 @@ def test_an_engine_whose_bytes_are_dropped_is_found() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(SELF_TEST_S)
 def test_each_broken_subject_is_found_by_a_case_that_names_the_cause_and_no_correct_one() -> None:
     status, report = conformance("self-test", limit_s=SELF_TEST_S)
