@@ -213,6 +213,8 @@ class NixlTransport:
             elif self._listener is not None and fd == self._listener.fileno():
                 self._accept(self._listener)
         self._results()
+        if self._crew.full:
+            self._replace_agent("its agent has met as many others as it can")
         self._set_pulse()
         completions, self._completions = self._completions, []
         return completions

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import attrs
 import msgspec
 import numpy as np
 import pytest
@@ -198,6 +199,21 @@ def test_a_start_of_a_peer_has_agents_of_its_own(make: Any, pump: Any) -> None:
     works(pump, initiator, new, 2)
     names.add(new.transport.worker.name)
     assert len(names) == 2
+
+
+def test_an_agent_that_has_met_all_it_can_is_replaced_in_time(make: Any, pump: Any, monkeypatch: Any) -> None:
+    """LIBFABRIC gives each agent a number of 8 bits, and none to the 256th."""
+    initiator = make("a")
+    limited = attrs.evolve(initiator.transport.backend, max_peers=3)
+    monkeypatch.setattr(initiator.transport._crew, "_backend", limited)
+    names = set()
+    for number in range(1, 8):
+        target = make("b", epoch=number)
+        initiator.know(target)
+        works(pump, initiator, target, number)
+        names.add(initiator.transport.worker.name if initiator.transport.worker else "")
+        target.transport.close()
+    assert len(names - {""}) >= 3
 
 
 def test_a_call_that_hangs_costs_an_agent_and_not_the_other_peers(make: Any, pump: Any, monkeypatch: Any) -> None:
