@@ -43,7 +43,8 @@ test-deep: env fuzz ## slow tests, 20,000 hostile inputs, all mutants and 10,000
 fuzz: env ## hostile bytes and peers; INPUTS=1000000 make fuzz for a long run
 	$(PY) -m kvx_conformance.fuzz --inputs $(INPUTS) --json $(RUN)/fuzz.json
 
-test-engines: env-vllm ## real vLLM servers on this machine's CPUs
+test-engines: env-vllm env-nixl ## real vLLM servers, and NIXL, on this machine's CPUs
+	$(NIXL) $(PYTEST) $(RUN)/test-nixl.xml -m "nixl and not slow" tests/transports/kvx_nixl
 	$(VLLM) $(PYTEST) $(RUN)/test-engines.xml -m "vllm and not soak" tests/engines tests/adapters
 
 self-test: env ## does the conformance suite find what is broken on purpose? many minutes

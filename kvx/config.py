@@ -160,7 +160,11 @@ class Options:
         "`auto` does what a request asks for; `push` or `pull` refuses the other.",
     )
     transports: tuple[str, ...] = _option(
-        ("tcp",), _names, "Transports by preference: names of plugins, or `package.module:factory`.", converter=_split
+        ("tcp",),
+        _names,
+        "Transports by preference: names of plugins, or `package.module:factory`. One that does not load here is "
+        "left out, one that does not reach a peer is replaced by the next; the log says so.",
+        converter=_split,
     )
     sections: Mapping[str, Mapping[str, Any]] = field(
         factory=dict, validator=_sections, metadata={"help": "Options of each transport, by its name."}

@@ -16,11 +16,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from attrs import frozen
-
 from kvx import __file__ as kvx_file
 from kvx import __version__
 from kvx.address import parse_address
+from kvx.checks import Check
 from kvx.config import Options
 from kvx.core.errors import ConfigError
 from kvx.plugins import Plugins
@@ -29,16 +28,6 @@ MIN_OPEN_FILES = 4096
 """An engine, its HTTP clients and kvx's control and data connections share this limit."""
 _BASE = ("attrs", "msgspec", "numpy", "pluggy")
 _ISA = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "sve", "asimd")
-
-
-@frozen
-class Check:
-    """One line of the report. `fix` is empty where there is nothing to do."""
-
-    name: str
-    ok: bool
-    detail: str
-    fix: str = ""
 
 
 def examine(plugins: Plugins) -> list[Check]:
@@ -106,6 +95,7 @@ def _options(plugins: Plugins) -> Iterator[Check]:
     except ConfigError as error:
         yield Check("options", False, str(error), "correct the KVX_ variables or the file that KVX_CONFIG names")
         return
+    yield from plugins.checks(options.sections)
     yield Check("options", True, f"listen {options.listen}, advertise {options.advertise}")
     for name in options.transports:
         if ":" not in name and name not in plugins.transports():

@@ -1,4 +1,4 @@
-"""The five hooks of kvx. Their docstrings are the contract.
+"""The six hooks of kvx. Their docstrings are the contract.
 
 A plugin is a module named by an entry point of the group `kvx`; its functions are marked with
 `hookimpl`. Importing it may cost nothing but the standard library and kvx: engines load it in
@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 import pluggy
 
 if TYPE_CHECKING:  # a plugin's module imports this one, and shall cost its host next to nothing
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
+    from kvx.checks import Check
     from kvx.core.model import InstanceInfo, Mode, Outcome
     from kvx.driver import EngineDriver, RequestInfo
     from kvx.transport import TransportFactory
@@ -66,4 +67,13 @@ def kvx_transfer_finished(outcome: Outcome) -> None:
 
     Called once per transfer, off the engine's path and on the runtime's thread: return within a
     millisecond. What it raises is logged and counted, and changes nothing.
+    """
+
+
+@hookspec
+def kvx_checks(sections: Mapping[str, Mapping[str, object]]) -> Iterable[Check]:  # type: ignore[empty-body]
+    """What this plugin finds in this environment, for `kvx doctor`.
+
+    `sections` are the configured options of each transport, by its name. Called by a command that a
+    person waits for: be done within seconds. What may hang or crash belongs into a process of its own.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from kvx.config import Options
 from kvx.control import ControlChannel
 from kvx.core import wire
 from kvx.core.endpoint import Endpoint
-from kvx.core.errors import ConfigError, LayoutMismatch, RemoteProtocolError
+from kvx.core.errors import ConfigError, LayoutMismatch, PluginError, RemoteProtocolError, TransportError
 from kvx.core.legs import Limits
 from kvx.core.model import (
     BlockTable,
@@ -30,7 +31,9 @@ from kvx.engine import EngineInstance
 from kvx.memory import Memory
 from kvx.runtime import Runtime
 from kvx.tracing import EventLog
-from kvx.transport import Transport
+from kvx.transport import Access, FenceScope, Transport
+
+_log = logging.getLogger(__name__)
 
 
 class Instance:
@@ -58,9 +61,7 @@ def open_instance(options: Options, layout: Layout, regions: Sequence[Region], *
     control = ControlChannel(own.listen, handshake_s=options.handshake_s, clock=_clock, loopback_only=_closed(options))
     transports: dict[str, Transport] = {}
     try:
-        for name in options.transports:
-            transports[name] = loaded.make_transport(name, options.transport_section(name, rank))
-            transports[name].register(regions)
+        _open_transports(transports, options, loaded, regions, rank)
         info = _describe(options, layout, control, epoch, tuple(transports))
         metadata = {name: transport.metadata() for name, transport in transports.items()}
         event_log = EventLog(options.event_log, str(info.peer)) if options.event_log else None
@@ -82,7 +83,10 @@ def open_instance(options: Options, layout: Layout, regions: Sequence[Region], *
         return name
 
     def capabilities(remote: InstanceInfo | None) -> Capabilities:
-        return transports[options.transports[0] if remote is None else choose(remote)].capabilities
+        if remote is None:
+            return next(iter(transports.values())).capabilities
+        choose(remote)
+        return weakest([transports[name].capabilities for name in transports if name in remote.transports])
 
     endpoint = Endpoint(
         info,
@@ -103,6 +107,37 @@ def open_instance(options: Options, layout: Layout, regions: Sequence[Region], *
         clock=_clock,
     )
     return Instance(info, runtime)
+
+
+def _open_transports(
+    into: dict[str, Transport], options: Options, loaded: plugins.Plugins, regions: Sequence[Region], rank: int
+) -> None:
+    """Make the transports that work here. Raises what the last one raises if none does."""
+    for name in options.transports:
+        try:
+            into[name] = loaded.make_transport(name, options.transport_section(name, rank))
+            into[name].register(regions)
+        except (PluginError, TransportError) as error:
+            failed = into.pop(name, None)
+            if failed is not None:
+                failed.close()
+            if not into and name == options.transports[-1]:
+                raise
+            _log.warning("transport %r is left out: %s", name, error)
+
+
+def weakest(capabilities: Sequence[Capabilities]) -> Capabilities:
+    """What holds whichever of these transports moves the bytes: each side chooses for its own operations, and may
+    fall back, without a word to the other."""
+    return Capabilities(
+        ops=frozenset.intersection(*(one.ops for one in capabilities)),
+        access=Access.GRANT if all(one.access is Access.GRANT for one in capabilities) else Access.REGION,
+        fence=FenceScope.PEER if all(one.fence is FenceScope.PEER for one in capabilities) else FenceScope.NONE,
+        cancel=all(one.cancel for one in capabilities),
+        memory=frozenset.intersection(*(one.memory for one in capabilities)),
+        max_descriptors=min(one.max_descriptors for one in capabilities),
+        max_in_flight=min(one.max_in_flight for one in capabilities),
+    )
 
 
 def make_ticket(

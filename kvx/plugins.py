@@ -20,6 +20,7 @@ from kvx import hookspecs
 from kvx.core.errors import ConfigError, PluginError, TransportError
 
 if TYPE_CHECKING:  # loading plugins shall cost their host next to nothing
+    from kvx.checks import Check
     from kvx.core.model import InstanceInfo, Mode, Outcome
     from kvx.driver import EngineDriver, RequestInfo
     from kvx.transport import Transport, TransportFactory
@@ -97,6 +98,10 @@ class Plugins:
         if name not in drivers:
             raise self._missing("engine", name, drivers)
         return drivers[name]
+
+    def checks(self, sections: Mapping[str, Mapping[str, Any]]) -> list[Check]:
+        """What each plugin has to tell about this environment."""
+        return [check for _, found in self._ask("kvx_checks", sections=sections) for check in found]
 
     def choose_transport(self, local: InstanceInfo, remote: InstanceInfo) -> str | None:
         """The first plugin's choice that both sides have; else the first of `local` that both have; else None."""

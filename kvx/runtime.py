@@ -33,9 +33,11 @@ from kvx.core.events import (
     Event,
     Expose,
     Fence,
+    Fenced,
     Forbid,
     Forbidden,
     Introduce,
+    OpFailed,
     Permit,
     Post,
     Report,
@@ -80,8 +82,11 @@ class Runtime:
         self._inbox: deque[Sequence[EngineEvent]] = deque()
         self._news: deque[News] = deque()
         self._peer_transport: dict[Peer, str] = {}
+        self._common: dict[Peer, list[str]] = {}
         self._op_transport: dict[int, str] = {}
-        self._forbidding: dict[str, int] = {}
+        self._op_post: dict[int, Post] = {}
+        self._forbidding: dict[str, tuple[int, bool]] = {}
+        self._fencing: dict[tuple[Peer, int], int] = {}
         self._permitted: dict[str, set[str]] = {}
         self._failed: str | None = None
         self._refused: set[str] = set()
@@ -91,6 +96,8 @@ class Runtime:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.wakeups = 0
         """Times that the thread has left its wait."""
+        self.fallbacks = 0
+        """Times that a transport could not serve a peer and the next common one took its place."""
         self.errors = 0
         """Events that ended in an exception; each is logged."""
         self._selector = selectors.DefaultSelector()
@@ -131,8 +138,8 @@ class Runtime:
 
     def snapshot(self) -> dict[str, object]:
         """The endpoint's counters and the shell's own."""
-        control = dict(self._control.stats)
-        return {**self._endpoint.snapshot(), "wakeups": self.wakeups, "errors": self.errors, "control": control}
+        own = {"wakeups": self.wakeups, "errors": self.errors, "fallbacks": self.fallbacks}
+        return {**self._endpoint.snapshot(), **own, "control": dict(self._control.stats)}
 
     def close(self) -> None:
         """Abort what is open, tell the peers, stop the thread. Bounded by about `CLOSE_S`."""
@@ -212,8 +219,11 @@ class Runtime:
             for completion in transport.poll():
                 if isinstance(completion, Forbidden):
                     self._forbidden(completion)
-                else:
+                elif isinstance(completion, Fenced):
+                    self._fenced(completion)
+                elif not (isinstance(completion, OpFailed) and self._falls_back(completion)):
                     self._op_transport.pop(getattr(completion, "op_id", 0), None)
+                    self._op_post.pop(getattr(completion, "op_id", 0), None)
                     self._handle(completion)
         self._perform(self._endpoint.expire(self._clock()))
 
@@ -234,21 +244,24 @@ class Runtime:
         match action:
             case Send(link=link, envelope=envelope):
                 self._control.send(link, envelope)
-            case Post(op_id=op_id, peer=peer):
-                name = self._op_transport[op_id] = self._peer_transport[peer]
-                self._transports[name].post(op_id, peer, action.op, action.local, action.remote, action.stamp)
+            case Post():
+                self._post(action)
             case Cancel(op_id=op_id):
+                self._op_post.pop(op_id, None)
                 if op_id in self._op_transport:
                     self._transports[self._op_transport[op_id]].cancel(op_id)
             case Permit(transfer=transfer, peer=peer):
-                names = list(self._transports) if peer is None else [self._peer_transport[peer]]
+                # A peer may fall back to another common one, of which this side hears nothing.
+                names = list(self._transports) if peer is None else self._common[peer]
                 self._permitted.setdefault(transfer, set()).update(names)
                 for name in names:
                     self._transports[name].permit(transfer, peer, action.op, action.ranges, action.stamp)
             case Forbid(transfer=transfer):
                 self._forbid(transfer)
             case Fence(peer=peer, generation=generation):
-                self._transports[self._peer_transport[peer]].fence(peer, generation)
+                self._fencing[peer, generation] = len(self._common[peer])
+                for name in self._common[peer]:
+                    self._transports[name].fence(peer, generation)
             case Digest():
                 self._handle(Digested(action.transfer, action.peer, self._sum(action)))
             case Report(news=news):
@@ -266,34 +279,73 @@ class Runtime:
         self._control.proven(action.link)
         peer = action.info.peer
         try:
-            self._peer_transport[peer] = self._choose(action.info)
+            first = self._choose(action.info)
         except LayoutMismatch as mismatch:
             # The endpoint fails each transfer with this peer as it plans it; nothing is ever posted.
             _log.error("no transport to %s: %s", peer, mismatch)
             return
-        for common in self._transports.keys() & action.metadata.keys():
+        reached = []
+        for common in [name for name in self._transports if name in action.metadata]:
             try:
                 self._transports[common].connect(action.info, action.metadata[common])
+                reached.append(common)
             except TransportError as error:
                 _log.error("transport %r cannot reach %s: %s", common, peer, error)
+        self._common[peer] = sorted(reached or [first], key=lambda name: name != first)
+        self._peer_transport[peer] = self._common[peer][0]
+        if self._peer_transport[peer] != first:
+            self._fallen_back(peer, first, "it cannot reach it")
+
+    def _post(self, action: Post) -> None:
+        name = self._op_transport[action.op_id] = self._peer_transport[action.peer]
+        self._op_post[action.op_id] = action
+        self._transports[name].post(action.op_id, action.peer, action.op, action.local, action.remote, action.stamp)
+
+    def _falls_back(self, failed: OpFailed) -> bool:
+        """Post the operation again with the next common transport; OpFailed has said that nothing of it can land."""
+        action, name = self._op_post.get(failed.op_id), self._op_transport.get(failed.op_id)
+        if action is None or name is None or failed.reason is not Reason.TRANSPORT:
+            return False
+        names = self._common[action.peer]
+        behind = names[names.index(name) + 1 :] if name in names else []
+        if not behind:
+            return False
+        if self._peer_transport[action.peer] == name:
+            self._peer_transport[action.peer] = behind[0]
+            self._fallen_back(action.peer, name, failed.detail)
+        self._post(action)
+        return True
+
+    def _fallen_back(self, peer: Peer, name: str, why: str) -> None:
+        self.fallbacks += 1
+        _log.warning("transport %r does not serve %s (%s): %r does", name, peer, why, self._peer_transport[peer])
 
     def _forbid(self, transfer: str) -> None:
         names = self._permitted.pop(transfer, set())
         if not names:
             self._handle(Forbidden(transfer))
             return
-        self._forbidding[transfer] = sum(self._transports[name].capabilities.access is Access.GRANT for name in names)
+        grants = sum(self._transports[name].capabilities.access is Access.GRANT for name in names)
+        if grants:
+            self._forbidding[transfer] = (grants, grants == len(names))
         for name in names:
             self._transports[name].forbid(transfer)
 
     def _forbidden(self, completion: Forbidden) -> None:
-        """Several transports may hold a permission: only their last answer counts."""
-        left = self._forbidding.get(completion.transfer, 1) - 1
-        if left > 0:
-            self._forbidding[completion.transfer] = left
-            return
-        self._forbidding.pop(completion.transfer, None)
-        self._handle(completion)
+        """Several transports may hold a permission: only their last answer counts, and only if each can give one."""
+        left, by_all = self._forbidding.pop(completion.transfer, (1, True))
+        if left > 1:
+            self._forbidding[completion.transfer] = (left - 1, by_all)
+        elif by_all:
+            self._handle(completion)
+
+    def _fenced(self, completion: Fenced) -> None:
+        key = (completion.peer, completion.generation)
+        left = self._fencing.pop(key, 1)
+        if left > 1:
+            self._fencing[key] = left - 1
+        else:
+            self._handle(completion)
 
     def _sum(self, action: Digest) -> str:
         """Order-independent sum over (key, CRC-32) of each piece, modulo 2^64."""

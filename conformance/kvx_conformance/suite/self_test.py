@@ -7,7 +7,7 @@ a case that its author has named, a correct one by none.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from attrs import define, frozen
@@ -136,20 +136,24 @@ def perform_all(
     return Matrix(rows)
 
 
+def halves(content: Mapping[str, Any]) -> Iterator[tuple[str, list[Mapping[str, Any]], list[str]]]:
+    """The transports and the instances: a title, the rows, and the cases that find somebody among them."""
+    for kind in ("transport", "instance"):
+        rows = [row for row in content["subjects"] if row["kind"] == kind]
+        if rows:
+            yield f"{kind}s", rows, sorted({case for row in rows for case in row["finds"]})
+
+
 def lines(content: Mapping[str, Any]) -> list[str]:
     """The matrix for a terminal: a row for each subject, a column for each case that finds one."""
-    columns = content["cases"]
     width = max(len(row["name"]) for row in content["subjects"])
-    text = []
-    for row in content["subjects"]:
-        marks = "".join(mark(row, case) for case in columns)
-        text.append(f"{'ok ' if row['holds'] else 'BAD'}  {row['name']:<{width}}  {marks}  {row['word']}")
-    text += [
-        "",
-        "# found by a case that names the cause, x found by another, h it hangs there, . not found",
-        "columns:",
-    ]
-    text += [f"{number:4}  {case}" for number, case in enumerate(columns, 1)]
+    text = ["# found by a case that names the cause, x by another, h it hangs there, . not found, blank: not run"]
+    for title, rows, columns in halves(content):
+        text += ["", title]
+        for row in rows:
+            marks = "".join(mark(row, case) for case in columns)
+            text.append(f"{'ok ' if row['holds'] else 'BAD'}  {row['name']:<{width}}  {marks}  {row['word']}")
+        text += [f"{number:4}  {case}" for number, case in enumerate(columns, 1)]
     clean = all(row["holds"] for row in content["subjects"] if row["correct"])
     found = f"{content['found']} of {content['broken']} broken subjects are found by a case that names the cause"
     return [*text, "", f"{found}; {content['correct']} correct ones by {'none' if clean else 'SOME'}"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import resource
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ from kvx.core.errors import ConfigError, RemoteProtocolError, TransportError
 from kvx.core.model import Descriptors, Region
 from kvx_nixl.agent import NixlError, agent_of
 from kvx_nixl.backends import LIBFABRIC, UCX
+from kvx_nixl.checks import examine, locked_memory, symbol_version
 from kvx_nixl.efa import devices
 from kvx_nixl.moves import bounds, note, read_note, split
 from kvx_nixl.options import Options
@@ -181,3 +183,20 @@ def test_efa_devices_are_told_from_other_verbs_devices(tmp_path: Any) -> None:
 
 def test_the_digest_is_over_all_of_the_metadata() -> None:
     assert Introduce.of("a", AGENT, []).digest == hashlib.blake2b(AGENT, digest_size=16).digest()
+
+
+def test_the_newest_symbol_version_counts() -> None:
+    assert symbol_version(b"FABRIC_1.0\0FABRIC_1.10\0FABRIC_1.9\0") == 10
+    assert symbol_version(b"libfabric") is None
+
+
+def test_locked_memory_matters_where_there_is_a_device() -> None:
+    assert locked_memory(resource.RLIM_INFINITY, True).ok and locked_memory(8 << 20, False).ok
+    low = locked_memory(8 << 20, True)
+    assert not low.ok and "memlock" in low.fix
+
+
+def test_where_nixl_is_not_installed_it_is_one_line_and_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvx_nixl.checks._nixl", lambda: None)
+    (only,) = examine({})
+    assert only.ok and "kvx[nixl]" in only.detail

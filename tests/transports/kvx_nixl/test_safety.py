@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import attrs
 import msgspec
 import numpy as np
 import pytest
@@ -200,6 +201,21 @@ def test_a_start_of_a_peer_has_agents_of_its_own(make: Any, pump: Any) -> None:
     assert len(names) == 2
 
 
+def test_an_agent_that_has_met_all_it_can_is_replaced_in_time(make: Any, pump: Any, monkeypatch: Any) -> None:
+    """LIBFABRIC gives each agent a number of 8 bits, and none to the 256th."""
+    initiator = make("a")
+    limited = attrs.evolve(initiator.transport.backend, max_peers=3)
+    monkeypatch.setattr(initiator.transport._crew, "_backend", limited)
+    names = set()
+    for number in range(1, 8):
+        target = make("b", epoch=number)
+        initiator.know(target)
+        works(pump, initiator, target, number)
+        names.add(initiator.transport.worker.name if initiator.transport.worker else "")
+        target.transport.close()
+    assert len(names - {""}) >= 3
+
+
 def test_a_call_that_hangs_costs_an_agent_and_not_the_other_peers(make: Any, pump: Any, monkeypatch: Any) -> None:
     """NIXL may block for 60 s while it adds a peer: its thread is left behind, the rest goes on with a new one."""
     initiator, target, stuck = make("a", call_s=0.4), make("b"), make("c")
@@ -278,17 +294,33 @@ def test_an_operation_that_nixl_fails_stays_in_flight_until_it_is_proven_quiet(
     works(pump, initiator, target, 4)
 
 
-def test_what_nixl_refuses_before_it_begins_fails_at_once(pair: Any, pump: Any, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("times", [1, 2])
+def test_what_nixl_refuses_before_it_begins_is_tried_once_more(
+    pair: Any, pump: Any, monkeypatch: Any, times: int
+) -> None:
+    """Measured of LIBFABRIC: after the death of one peer its agent may refuse to post to another one."""
     initiator, target = pair()
     works(pump, initiator, target, 1)
+    before, made, refused = initiator.transport.worker.name, Agent.make, []
 
     def make(self: Agent, *arguments: Any) -> Any:
-        raise NixlError("making a post: made up")
+        if len(refused) < times:
+            refused.append(self.name)
+            raise NixlError("making a post: made up")
+        return made(self, *arguments)
 
     monkeypatch.setattr(Agent, "make", make)
+    initiator.memory[:4096] = 2
     initiator.post(2, target, Op.WRITE, PIECE, PIECE)
     pump(initiator, target, until=lambda: 2 in initiator.ended)
-    assert "made up" in initiator.failed(2).detail
+    if times == 1:
+        assert initiator.done(2) and (target.memory[:4096] == 2).all()
+    else:
+        assert "made up" in initiator.failed(2).detail
+        assert not (target.memory[:4096] == 2).any()
+    assert refused[0] == before and before not in refused[1:]
+    pump(initiator, target, until=lambda: getattr(initiator.transport.worker, "name", before) != before)
+    works(pump, initiator, target, 3)
 
 
 def test_a_backend_that_does_not_load_is_said_at_registration(sections: Any, name: str) -> None:
