@@ -102,6 +102,8 @@ class Handshakes:
         if link.info is not None or link.dialler != (hello.step in (2, 4)):
             return Answer()
         if hello.step in (1, 2):
+            if link.peer_nonce and (hello.nonce, hello.epoch) != (link.peer_nonce, link.peer_epoch):
+                return Answer()  # a handshake is held with one peer, it does not begin again
             refusal = self._stranger(hello)
             if refusal is not None:
                 return refusal

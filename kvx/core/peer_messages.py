@@ -10,7 +10,7 @@ from kvx.core.legs import Leg, Transfer, moved
 from kvx.core.lifecycle import Transfers
 from kvx.core.machine import Cause, State
 from kvx.core.messages import Ack, Command, Done, GrantMessage, Hello, Message, Renew, Revoke, Stopped
-from kvx.core.model import Mode, Offered, Peer, Reason, Side
+from kvx.core.model import BlockTable, Mode, Offered, Peer, Reason, Side
 from kvx.core.peers import Association, Peers
 from kvx.core.tombstones import Tombstone
 
@@ -105,6 +105,11 @@ class PeerMessages:
         assert t.own is not None
         if len(message.first) != len(t.own.first):
             return Reason.BOUNDS, f"{len(message.first)} groups were moved, {len(t.own.first)} are exposed"
+        if t.mode is Mode.PULL:
+            assert leg.layout is not None
+            nothing = BlockTable(((),) * len(message.first))
+            if problem := check_blocks(leg.layout, message.first, nothing, t.tokens):
+                return Reason.BOUNDS, f"Done: {problem}"
         part, _ = moved(t, leg, message.first, self._peers.info.layout)
         inside = all(
             low <= first <= low + len(blocks)

@@ -221,6 +221,21 @@ def test_r10_a_reader_may_begin_in_the_middle_of_a_larger_block() -> None:
     assert len(keys) == 2 and keys[0] == keys[1]
 
 
+@pytest.mark.parametrize("first", [(3,), (2**40,), (0, 0), ()])
+def test_r10_a_reader_cannot_have_read_from_behind_its_prompt(first: tuple[int, ...]) -> None:
+    net = Net()
+    p, d = reading(net)  # two blocks: (2,) would say that nothing was read
+    done: list[Message] = []
+    net.stop = lambda _, message: isinstance(message, Done) and not done.append(message)
+    d.end_ops()
+    net.flow()
+    (message,) = done
+    assert isinstance(message, Done)
+    p.hear(d, evolve(message, first=first))
+    net.flow()
+    assert (p.outcome().reason, d.outcome().reason) == (Reason.BOUNDS, Reason.BOUNDS)
+
+
 @pytest.mark.parametrize("mode", Mode)
 def test_r13_bytes_are_right_or_the_transfer_fails(mode: Mode) -> None:
     net = Net(integrity=True)

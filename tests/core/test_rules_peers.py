@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import secrets
+
 import pytest
 from attrs import evolve
 
@@ -45,6 +47,19 @@ def test_r3_an_epoch_is_believed_only_from_an_echo() -> None:
     number = p.link
     p.put(Received(number, Envelope(1, d.info.epoch, p.info.epoch, third)))
     assert (p.endpoint.snapshot()["peers"], before) == (before, {"d#0": 0})
+
+
+def test_r3_a_handshake_does_not_begin_again_on_its_connection() -> None:
+    net = Net()
+    p, d = net.pair()
+    said: list[Hello] = []
+    net.stop = lambda _, message: isinstance(message, Hello) and message.step == 3 and not said.append(message)
+    p.put(Claim("t", Mode.PULL, ticket(d, 1)))
+    net.flow()
+    assert d.hear(p, Hello(1, (1,), 99, secrets.token_bytes(16), wire.key_id(KEY))) == []
+    (third,) = said
+    d.hear(p, third)
+    assert list(d.endpoint.snapshot()["peers"]) == ["p#0"]
 
 
 def test_r3_a_message_before_the_handshakes_end_waits_for_it() -> None:

@@ -318,7 +318,7 @@ def first(context: Context) -> None:
     encounter = Encounter(context)
     wrong: dict[Mode, list[tuple[int, ...]]] = {
         Mode.PUSH: [(5,), (1,), (2**40,), (0, 0), ()],
-        Mode.PULL: [(0, 0), ()],
+        Mode.PULL: [(0, 0), (), (2**40,)],
     }
     for mode in encounter.modes():
         for number, places in enumerate(wrong[mode]):

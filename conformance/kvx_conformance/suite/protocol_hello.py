@@ -308,7 +308,11 @@ def misplaced(context: Context) -> None:
     line = peer.dial(encounter.toy.info.address)
     for step in (2, 3, 4):
         line.say(line.hello(step, nonce=line.nonce, echo=secrets.token_bytes(16)))
-    line.greet()
+    line.greet(2)
+    line.say(line.hello(1, epoch=peer.epoch ^ 1, nonce=secrets.token_bytes(16)))
+    line.say(line.hello(3))
+    line.hear(Hello)
+    context.check(line.info is not None, "a second first step has replaced the handshake")
     facing, line = asked(encounter, "t")
     line.greet(1)
     for step in (1, 3, 4):
