@@ -93,7 +93,8 @@ class Maker:
         if origin is dict:
             return {self.value(arguments[0]): self.value(arguments[1]) for _ in range(self._size())}
         if origin in (typing.Union, types.UnionType):
-            return None if self._random.random() < 0.3 else self.value(arguments[0])
+            nothing = msgspec.UNSET if msgspec.UnsetType in arguments else None
+            return nothing if self._random.random() < 0.3 else self.value(arguments[0])
         if attrs.has(kind):
             return kind(**{name: self._field(name, hint) for name, hint in self._hints(kind)})
         if issubclass(kind, Enum):

@@ -111,7 +111,7 @@ def _type(kind: Any) -> str:
     if origin is dict:
         return f"map of ({_type(arguments[0])}) to ({_type(arguments[1])})"
     if origin in (typing.Union, types.UnionType):
-        return f"{_type(arguments[0])}, or nil"
+        return _type(arguments[0]) + (", or left out" if msgspec.UnsetType in arguments else ", or nil")
     if attrs.has(kind):
         return "map `blocks`: `{groups: [[block id, ...], ...]}`" if kind.__name__ == "BlockTable" else _name(kind)
     if kind is Reason:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from attrs import evolve
+from msgspec import UNSET
 
 from kvx.core.errors import LayoutMismatch
 from kvx.core.events import Permit
@@ -194,7 +195,7 @@ class Contacts:
 
     def _send_grant(self, t: Transfer, leg: Leg, association: Association) -> None:
         assert leg.grant is not None and leg.plan is not None
-        message = GrantMessage(leg.grant, self._legs_at(t, association), leg.plan.digest)
+        message = GrantMessage(leg.grant, self._legs_at(t, association), leg.plan.digest, t.prompt or UNSET)
         self._peers.send(association.peer, message)
 
     # -------------------------------------------------------------- who is there

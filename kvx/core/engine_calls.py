@@ -66,6 +66,7 @@ class EngineCalls:
             return
         t.own = Part(None, event.first, event.blocks)
         t.tokens, t.lease_s, t.handed, t.finished = event.tokens, event.lease_s, True, True
+        t.prompt = event.prompt
         t.address = event.address or t.address
         problem = check_blocks(self._info.layout, event.first, event.blocks, event.tokens)
         if problem or t.failed:
@@ -137,6 +138,7 @@ class EngineCalls:
     def _cover(self, t: Transfer, event: Stage) -> str | None:
         if t.coverage is None:
             t.coverage, t.tokens = Coverage(self._info.layout, event.tokens), event.tokens
+            t.prompt = event.prompt
         if event.tokens != t.tokens:
             return f"{event.tokens} tokens were staged after {t.tokens}"
         try:

@@ -32,7 +32,8 @@ class Expose:
     """Target: these blocks may be written (push) or read (pull).
 
     `address` is, in push, the producer's control address. `first` gives, per group, the
-    position of the first block. `tokens` counts the whole prompt.
+    position of the first block. `tokens` counts the whole prompt; `prompt`, in push, is a digest of them
+    for the producer to compare with its own (empty: not compared).
     """
 
     transfer: str
@@ -42,6 +43,7 @@ class Expose:
     tokens: int
     lease_s: float
     address: str | None = None
+    prompt: str = ""
 
 
 @frozen
@@ -61,7 +63,8 @@ class Claim:
 class Stage:
     """Initiator: these blocks are computed (push) or allocated (pull).
 
-    `tokens` counts the whole prompt and is checked with the last part. A reader gives its ticket.
+    `tokens` counts the whole prompt and is checked with the last part; `prompt`, in push, is the digest of them
+    that counts with the first part. A reader gives its ticket.
     """
 
     transfer: str
@@ -70,6 +73,7 @@ class Stage:
     last: bool
     tokens: int
     ticket: Ticket | None = None
+    prompt: str = ""
 
 
 @frozen

@@ -63,6 +63,7 @@ class Leg:
     heard: tuple[int, ...] = ()  # the ranks of this instance that the peer has to hear from
     empty: bool = False
     grant: Grant | None = None  # initiator: what may be touched; target of a write: what was sent
+    prompt: str = ""  # initiator of a write: the digest that came with the grant
     capabilities: Capabilities | None = None
     lease_until: float | None = None
     renew_at: float | None = None
@@ -97,6 +98,7 @@ class Transfer:
     ticket: Ticket | None = None
     own: Part | None = None  # target: the exposed blocks
     tokens: int = 0
+    prompt: str = ""  # the digest of these tokens, where the engine has given one
     lease_s: float = 30.0
     parts: list[Part] = field(factory=list)  # initiator: what was staged
     coverage: Coverage | None = None
@@ -190,6 +192,14 @@ def moved(t: Transfer, leg: Leg, first: tuple[int, ...], own: Layout) -> tuple[P
         for start, group in zip(first, leg.layout.groups, strict=True)
     )
     return tail, Part(None, first, BlockTable(theirs))
+
+
+def misfit(t: Transfer, leg: Leg) -> tuple[Reason, str] | None:
+    """Initiator: why nothing, or nothing more, may be moved for what both engines have said; or None."""
+    if t.prompt and leg.prompt and t.prompt != leg.prompt:
+        return Reason.PROMPT, f"another prompt: its digest is {t.prompt} here and {leg.prompt} at the peer"
+    problem = incomplete(t, leg) if t.last else None
+    return (Reason.BOUNDS, problem) if problem else None
 
 
 def incomplete(t: Transfer, leg: Leg) -> str | None:

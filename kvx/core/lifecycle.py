@@ -24,7 +24,7 @@ from kvx.core.events import (
     Post,
     Report,
 )
-from kvx.core.legs import Leg, Limits, Transfer, first_moved, incomplete, provisional
+from kvx.core.legs import Leg, Limits, Transfer, first_moved, misfit, provisional
 from kvx.core.machine import Cause, State, step
 from kvx.core.messages import Ack, Done, Renew, Revoke, Stopped
 from kvx.core.model import OP, ROLE, Descriptors, FenceScope, Mode, Outcome, Peer, Reason, Released, Side, Stamp
@@ -80,11 +80,10 @@ class Transfers:
         """Post every staged part that has not been posted; settle when nothing is left."""
         if leg.state is not State.MOVING or leg.grant is None or leg.plan is None:
             return
-        if t.last:
-            problem = incomplete(t, leg)
-            if problem:
-                self.fail(t, Reason.BOUNDS, problem, now)
-                return
+        problem = misfit(t, leg)
+        if problem:
+            self.fail(t, *problem, now)
+            return
         if leg.again_at is not None:
             if leg.ops or now < leg.again_at:
                 return

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import msgspec
 from attrs import field, frozen
+from msgspec import UNSET, UnsetType
 
 from kvx.core.model import Count, Epoch, Grant, InstanceInfo, Name, Rank, Reason, TransferId
 
@@ -44,12 +45,13 @@ class GrantMessage:
     """A target hands its write grant to the initiator.
 
     `legs` are the ranks of the sender's instance that the receiver has to hear from; `plan` is
-    the digest of this leg's plan (R6).
+    the digest of this leg's plan (R6), `prompt` that of the prompt's tokens, where the sender's engine has one.
     """
 
     grant: Grant
     legs: tuple[Rank, ...]
     plan: Name
+    prompt: Name | UnsetType = UNSET
 
 
 @frozen

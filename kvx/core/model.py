@@ -80,6 +80,7 @@ class Reason(Enum):
     EPOCH = "epoch"
     UNKNOWN_TRANSFER = "unknown_transfer"
     BOUNDS = "bounds"
+    PROMPT = "prompt"
     LAYOUT = "layout"
     VERSION = "version"
     AUTH = "auth"

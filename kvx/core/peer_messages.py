@@ -85,6 +85,7 @@ class PeerMessages:
             if problem:
                 self._transfers.fail(t, *problem, now)
             else:
+                leg.prompt = message.prompt or ""
                 self._contacts.granted(t, leg, grant, now)
         self._transfers.settle(t, now)
 

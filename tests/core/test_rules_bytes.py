@@ -186,6 +186,41 @@ def test_r10_prompts_of_different_length_are_refused_with_the_last_part() -> Non
     assert "8" in p.outcome().detail and "7" in p.outcome().detail
 
 
+@pytest.mark.parametrize("first", ["grant", "part"])
+def test_r10_prompts_of_one_length_that_differ_are_refused_before_any_byte(first: str) -> None:
+    net = Net()
+    p, d = net.pair()
+    if first == "part":
+        p.put(evolve(stage(5, tokens=8, last=False), prompt="aa"))
+        net.flow()
+    d.put(evolve(expose(1, 2), prompt="bb"))
+    p.put(Claim("t", Mode.PUSH))
+    net.flow()
+    if first == "grant":
+        p.put(evolve(stage(5, tokens=8, last=False), prompt="aa"))
+        net.flow()
+    p.put(evolve(stage(6, first=1, tokens=8), prompt="aa"))
+    net.flow()
+    assert (p.outcome().reason, p.posts(), d.outcome().reason) == (Reason.PROMPT, [], Reason.PROMPT)
+    assert "aa" in d.outcome().detail and "bb" in d.outcome().detail
+    assert (p.released(), d.released()) == (1, 1)
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [("aa", "aa"), ("aa", ""), ("", "bb"), ("", "")])
+def test_r10_prompts_are_compared_where_both_sides_give_a_digest(ours: str, theirs: str) -> None:
+    net = Net()
+    p, d = net.pair()
+    d.put(evolve(expose(1, 2), prompt=theirs))
+    p.put(evolve(stage(5, 6), prompt=ours))
+    net.flow()
+    p.end_ops()
+    net.flow()
+    assert (p.outcome().ok, d.outcome().ok) == (True, True)
+    (grant,) = d.sent(GrantMessage)
+    assert isinstance(grant, GrantMessage)
+    assert (grant.prompt or "") == theirs
+
+
 def test_r10_caches_that_differ_are_refused_by_name() -> None:
     net = Net()
     _p, d = net.node("p"), net.node("d", layout(model="another"))

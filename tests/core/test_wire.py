@@ -75,6 +75,7 @@ SAMPLES: dict[str, Message] = {
     "hello-3": HELLO_3,
     "hello-refusal": Hello(2, (1,), EPOCH, refusal=Reason.LAYOUT, detail="dtype differs"),
     "grant": GrantMessage(GRANT, (0, 1), "00ff"),
+    "grant-prompt": GrantMessage(GRANT, (0, 1), "00ff", "7d1a"),
     "renew": Renew(("t-1", "t-2"), echo=True),
     "done": Done("t-1", (0, 3), (2, 1), "00ff", "crc:1"),
     "ack": Ack("t-1", False, Reason.LEASE_ENDED, "too late", "{}"),
@@ -211,7 +212,7 @@ def hellos() -> st.SearchStrategy[Hello]:
 
 messages: st.SearchStrategy[Message] = st.one_of(
     hellos(),
-    st.builds(GrantMessage, grants(Mode.PUSH), legs, names()),
+    st.builds(GrantMessage, grants(Mode.PUSH), legs, names(), st.just(msgspec.UNSET) | names()),
     st.builds(Renew, st.lists(transfers, max_size=3).map(tuple), st.booleans()),
     st.builds(Done, transfers, legs, st.lists(counts, max_size=3).map(tuple), names(), names()),
     st.builds(Ack, transfers, st.booleans(), st.none() | reasons, names(), names()),
