@@ -29,7 +29,6 @@ WITHOUT_CASE = {
     "KVX-ENV-005": "What is cut is never seen from outside; an engine's own detail does not pass through a case.",
     "KVX-TIM-003": "A Renew that was not sent cannot be told from one that was, but by the initiator itself.",
     "KVX-TIM-004": "A courtesy that nobody relies on.",
-    "KVX-FEN-001": "Shown by simulation: a fence is asked for only where a transport can fence and cannot forbid.",
     "KVX-UNK-002": "A memory of 65,536 transfers is filled in tests/core, not over a wire.",
 }
 """Sentences of the protocol that no case of the suite shows, and why."""

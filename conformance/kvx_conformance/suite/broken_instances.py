@@ -16,7 +16,7 @@ from attrs import evolve
 from kvx import instance
 from kvx.config import Options
 from kvx.core.endpoint import Endpoint
-from kvx.core.events import Abort, Action, Event, Forbid, Forbidden, Post, Received, Report, Send
+from kvx.core.events import Abort, Action, Event, Fence, Fenced, Forbid, Forbidden, Post, Received, Report, Send
 from kvx.core.messages import Ack, Done, Hello, Renew, Stopped
 from kvx.core.model import Layout, Outcome, Region, Released, Ticket
 from kvx.engine import EngineInstance
@@ -172,6 +172,13 @@ class _ForgetsGenerations(Bent):
         return [evolve(action, stamp=evolve(action.stamp, generation=0)) if isinstance(action, Post) else action]
 
 
+class _FencesNobody(Bent):
+    def bend_one(self, action: Action, now: float) -> list[Action]:
+        if not isinstance(action, Fence):
+            return [action]
+        return self.handle(Fenced(action.peer, action.generation), now)
+
+
 def _opener(endpoint: type[Endpoint]) -> Opener:
     def open_instance(options: Options, layout: Layout, regions: Sequence[Region], *, epoch: int) -> EngineInstance:
         with mock.patch.object(instance, "Endpoint", endpoint):
@@ -212,9 +219,12 @@ never_renews = _opener(_NeverRenews)
 frees_without_forbid = _opener(_FreesWithoutForbid)
 releases_early = _opener(_ReleasesEarly)
 forgets_generations = _opener(_ForgetsGenerations)
+fences_nobody = _opener(_FencesNobody)
 
 REGION = "kvx_conformance.faults:region_access"
 """A transport that can neither forbid nor fence."""
+FENCING = "kvx_conformance.suite.correct_transports:Fencing"
+"""One that can fence, and cannot forbid."""
 
 
 def _broken(name: str, cause: str, *found_by: str, transport: str = "tcp") -> tuple[str, Broken]:
@@ -241,6 +251,12 @@ BROKEN_INSTANCES: Mapping[str, Broken] = dict(
         _broken("never_renews", "It does not renew what it holds.", "KVX-TIM-002.each-third", "KVX-TKT-004.queueing"),
         _broken("frees_without_forbid", "It frees blocks that may still be written.", "KVX-RVK-001.late-write"),
         _broken("forgets_generations", "It moves bytes under generation 0.", "KVX-DAT-003.stamp"),
+        _broken(
+            "fences_nobody",
+            "It takes a fence for done that it never asked for.",
+            "KVX-FEN-001.older-grants",
+            transport=FENCING,
+        ),
         _broken(
             "releases_early",
             "It gives blocks back at an abort, before Stopped.",

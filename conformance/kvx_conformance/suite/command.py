@@ -84,7 +84,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.html:
         report.write_text("--html", options.html, page.render(content))
     _emit(options.json, content, report.lines(content))
-    return 130 if interrupted else int(not run.holds)
+    return 130 if interrupted else int(not run.holds or not content["cases"])
 
 
 def _list(options: argparse.Namespace) -> int:

@@ -33,6 +33,17 @@ class Modest(Wrapper):
         """Nothing: an operation ends when it ends."""
 
 
+class Fencing(Wrapper):
+    """Cuts off a peer, and can take back no single transfer, as a device that closes a queue pair."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return evolve(self.inner.capabilities, access=Access.REGION)
+
+    def forbid(self, transfer: str) -> None:
+        """Nothing: whoever holds the address writes on, until it is fenced."""
+
+
 class _OneWay(Wrapper):
     """Has one of the two operations."""
 
@@ -87,6 +98,7 @@ def _subject(kind: type[Wrapper]) -> Subject:
 CORRECT_TRANSPORTS: Mapping[str, Subject] = {
     "tcp": Subject("tcp"),
     "modest": _subject(Modest),
+    "fencing": _subject(Fencing),
     "writes-only": _subject(WritesOnly),
     "reads-only": _subject(ReadsOnly),
     "timed": _subject(Timed),

@@ -197,6 +197,32 @@ def overtakes(context: Context) -> None:
 
 
 @case(
+    "KVX-FEN-001",
+    "older-grants",
+    "A writer that does not answer Revoke is fenced: what it was granted before dies with the old generation, and what "
+    "it is granted later carries a new one.",
+    needs=(Feature.WRITE, Feature.FENCE),
+    lacks=(Feature.FORBID,),
+)
+def older_grants(context: Context) -> None:
+    encounter = Encounter(context, grace_s=0.3 * context.pace, drain_limit_s=0.1 * context.pace)
+    peer = encounter.peer("writer")
+    silent, beside = (encounter.facing(t, Mode.PUSH, Side.TARGET, peer).to(Step.EXPOSED) for t in ("silent", "beside"))
+    silent.abort()
+    encounter.fails("silent", Reason.ABORTED)
+    encounter.fails("beside", Reason.PEER_LOST)
+    for facing in (silent, beside):
+        context.check(not facing.write_late(), f"{facing.transfer}: a fenced writer writes into blocks that are free")
+    later = encounter.facing("later", Mode.PUSH, Side.TARGET, peer).to(Step.EXPOSED)
+    context.check(
+        later.grant.generation > beside.grant.generation,
+        f"after the fence the generation is {later.grant.generation}, before it was {beside.grant.generation}",
+    )
+    later.well()
+    encounter.over()
+
+
+@case(
     "KVX-FEN-002",
     "quarantine",
     "A writer vanishes where nothing can be forbidden or fenced: its blocks stay out until another start of it is "

@@ -219,6 +219,8 @@ def verdict(content: Mapping[str, Any]) -> str:
         return f"{name} does NOT keep the protocol: {bad} of {len(content['cases'])} cases are bad ({profile})."
     if content["not_reached"]:
         return f"Nothing is said of {name}: the run ended before {len(content['not_reached'])} cases were reached."
+    if not content["cases"]:
+        return f"Nothing is said of {name}: no case that was asked for applies to what it declares."
     exempt = f", {len(content['exempt'])} cases left out on request" if content["exempt"] else ""
     if content["only"]:
         return f"{name} keeps what these cases ask; this says nothing of the others ({profile}{exempt})."
