@@ -55,6 +55,11 @@ class Consume:
     tokens: int | None = None
     prompt: str | None = None
 
+    def load(self, prompt: int) -> int:
+        """How many of the prompt's tokens come from the producer."""
+        offered = self.tokens if self.ticket is None else self.ticket.grant.tokens
+        return prompt if offered is None else min(prompt, offered)
+
 
 @frozen
 class Wish:
@@ -201,6 +206,11 @@ def offer(ticket: str, prompt: str | None = None) -> dict[str, Any]:
 def no_offer(fault: Fault) -> dict[str, Any]:
     """A producer's answer from which the consumer computes by itself."""
     return {"do_remote_prefill": False, "do_remote_decode": False, "kvx": {"ok": False, **fault.answer()}}
+
+
+def other_prompt() -> Fault:
+    """A ticket's blocks hold the values of one prompt only."""
+    return Fault(Reason.PROMPT, "the ticket was made for another prompt: both legs have to send the same one")
 
 
 def used_before(transfer: str) -> Fault:

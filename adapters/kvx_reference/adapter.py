@@ -22,7 +22,18 @@ from kvx.core.events import Abort, Claim, EngineEvent, Expose, Stage
 from kvx.core.model import BlockTable, Mode, Offered, Outcome, Part, Reason, Released, Role
 from kvx.engine import EngineInstance
 from kvx.instance import make_ticket, open_instance, read_ticket
-from kvx.params import Consume, Fault, Produce, no_offer, offer, read_params, told, used_before
+from kvx.params import (
+    Consume,
+    Fault,
+    Produce,
+    no_offer,
+    offer,
+    other_prompt,
+    prompt_digest,
+    read_params,
+    told,
+    used_before,
+)
 from kvx.used import UsedIds
 from kvx_reference.engine.cache import BlockPool
 from kvx_reference.engine.connector import ConnectorError, Loads, Parts
@@ -82,18 +93,21 @@ class KvxConnector:
         if wish.probe:
             self._probes.add(request.id)
         if wish.consume is not None:
-            loaded = self._begin(request, wish.consume)
-            ticket = wish.consume.ticket if isinstance(wish.consume, Consume) else None
-            tokens = len(request.prompt)
-            self._loads[request.id] = Load(loaded, min(tokens, ticket.grant.tokens) if ticket else tokens)
+            loaded, tokens = self._begin(request, wish.consume), len(request.prompt)
+            tokens = wish.consume.load(tokens) if isinstance(wish.consume, Consume) else tokens
+            self._loads[request.id] = Load(loaded, tokens, prompt_digest(request.prompt[:tokens]))
         if wish.produce is not None:
             late = isinstance(wish.produce, Produce) and wish.produce.mode is Mode.PULL
-            self._sends[request.id] = Send(None if late else self._begin(request, wish.produce))
+            sent = None if late else self._begin(request, wish.produce)
+            self._sends[request.id] = Send(sent, "" if late else prompt_digest(request.prompt))
 
     def _begin(self, request: Request, wish: Consume | Produce | Fault) -> Transfer | Fault:
         """Claim a transfer as soon as its request is here: its peer may be waiting already."""
         if not isinstance(wish, Fault) and (wish.transfer in self._transfers or wish.transfer in self._used):
             wish = used_before(wish.transfer)
+        if isinstance(wish, Consume) and wish.prompt is not None:
+            own = prompt_digest(request.prompt[: wish.load(len(request.prompt))])
+            wish = wish if wish.prompt == own else other_prompt()
         if isinstance(wish, Fault):
             logger.warning("kvx: nothing is transferred for request %s: %s", request.id, wish.detail)
             return wish
@@ -131,8 +145,8 @@ class KvxConnector:
             part = Part(None, (first,), table)
             self._put(Stage(transfer.id, Mode.PULL, part, True, load.tokens, transfer.ticket))
         else:
-            lease_s, address = self._options.lease_s, transfer.address
-            self._put(Expose(transfer.id, Mode.PUSH, table, (first,), load.tokens, lease_s, address))
+            place = (self._options.lease_s, transfer.address, load.digest)
+            self._put(Expose(transfer.id, Mode.PUSH, table, (first,), load.tokens, *place))
 
     # -------------------------------------------------- producer: push, layer by layer and chunk by chunk
 
@@ -146,7 +160,8 @@ class KvxConnector:
                 blocks = item.request.blocks[send.staged : full]
                 table = self._hand_over(transfer, blocks) if layer == 0 else BlockTable.of(blocks)
                 part = Part((layer_name(layer),), (send.staged,), table)
-                events.append(Stage(transfer.id, Mode.PUSH, part, False, len(item.request.prompt)))
+                prompt = len(item.request.prompt)
+                events.append(Stage(transfer.id, Mode.PUSH, part, False, prompt, prompt=send.digest))
         self._put(*events)
 
     def step_done(self, step: Sequence[Scheduled]) -> None:
@@ -158,7 +173,8 @@ class KvxConnector:
             if item.stop >= prompt:
                 send.closed = True
                 table = self._hand_over(transfer, item.request.blocks[send.staged : self._blocks(prompt)])
-                events.append(Stage(transfer.id, Mode.PUSH, Part(None, (send.staged,), table), True, prompt))
+                part = Part(None, (send.staged,), table)
+                events.append(Stage(transfer.id, Mode.PUSH, part, True, prompt, prompt=send.digest))
         self._put(*events)
         for item in step:
             if (load := self._loads.get(item.request.id)) is not None:
@@ -244,7 +260,8 @@ class KvxConnector:
         ticket = make_ticket(
             options, epoch=epoch, transfer=transfer.id, first=(0,), blocks=table, tokens=tokens, lease_s=lease_s
         )
-        return offer(ticket)
+        known = (*request.prompt, *request.output)
+        return offer(ticket, prompt_digest(known[:tokens]))
 
     # -------------------------------------------------- what kvx tells
 

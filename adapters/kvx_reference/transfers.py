@@ -36,6 +36,8 @@ class Load:
 
     transfer: Transfer | Fault
     tokens: int
+    digest: str
+    """Of these tokens: the producer compares it with its own."""
     begun: bool = False
     """The engine has given blocks, or needs none."""
     awaited: bool = False
@@ -49,6 +51,8 @@ class Send:
     """A request whose blocks go to another instance; in pull its transfer is drawn at its end."""
 
     transfer: Transfer | Fault | None
+    digest: str
+    """Of the prompt's tokens (push)."""
     staged: int = 0
     """Blocks that were handed over in all layers (push)."""
     closed: bool = False

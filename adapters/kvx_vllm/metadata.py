@@ -19,7 +19,7 @@ class Ready:
     """Push: blocks of one request that are complete when this step's forward is over.
 
     `first` is per KV cache group the position in the request of the first block. Only with
-    `last` may the final block of a group be partly filled.
+    `last` may the final block of a group be partly filled. `prompt`: the digest of its `tokens` tokens.
     """
 
     transfer: str
@@ -28,6 +28,7 @@ class Ready:
     full: tuple[int, ...]
     last: bool
     tokens: int
+    prompt: str = ""
 
 
 @frozen

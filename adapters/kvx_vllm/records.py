@@ -116,6 +116,8 @@ class Send:
     prompt: int
     ready: list[int]
     """Per group, how many blocks were handed over (push)."""
+    digest: str = ""
+    """Of the prompt's tokens (push)."""
     last: bool = False
     dropped: bool = False
     """Nothing more is staged: aborted, preempted or failed."""
@@ -134,6 +136,8 @@ class Load:
     prompt: int
     tokens: int
     """How many of the prompt's tokens come from elsewhere, those of a local prefix hit included."""
+    digest: str = ""
+    """Of these tokens (push): the producer compares it with its own."""
     begun: bool = False
     """vLLM has given blocks, or needs none."""
     awaited: bool = False

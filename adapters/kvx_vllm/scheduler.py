@@ -28,6 +28,7 @@ from kvx.params import (
     Wish,
     no_offer,
     offer,
+    other_prompt,
     prompt_digest,
     read_params,
     told,
@@ -128,17 +129,17 @@ class SchedulerHalf:
         transfer = Transfer(wish.transfer, wish.mode, Role.CONSUMER, request.request_id, wish.ticket, wish.address)
         self._transfers[transfer.id] = transfer
         self._events.append(Claim(transfer.id, transfer.mode, ticket=wish.ticket, address=wish.address))
-        return Load(transfer, prompt, min(prompt, _tokens(wish) or prompt))
+        tokens = wish.load(prompt)
+        return Load(transfer, prompt, tokens, _digest(request, tokens) if wish.mode is Mode.PUSH else "")
 
     def _refusal(self, request: EngineRequest, wish: Consume) -> Fault | None:
         if self._is_used(wish.transfer):
             return used_before(wish.transfer)
         if wish.prompt is not None:
-            own = (request.prompt_token_ids or ())[: _tokens(wish)]
+            own = _digest(request, wish.load(request.num_prompt_tokens))
             # vLLM submits a refused request as prompt [0], only to abort it: that has to end the transfer.
-            if wish.prompt != prompt_digest(own) and request.num_prompt_tokens > 1:
-                detail = "the ticket was made for another prompt: both legs have to send the same one"
-                return Fault(Reason.OTHER, detail)
+            if wish.prompt != own and request.num_prompt_tokens > 1:
+                return other_prompt()
         return None
 
     def _is_used(self, transfer: str) -> bool:
@@ -158,7 +159,7 @@ class SchedulerHalf:
         transfer = Transfer(wish.transfer, Mode.PUSH, Role.PRODUCER, request.request_id)
         self._transfers[transfer.id] = transfer
         self._events.append(Claim(transfer.id, Mode.PUSH))
-        return Send(transfer, request.num_prompt_tokens, ready)
+        return Send(transfer, request.num_prompt_tokens, ready, _digest(request, request.num_prompt_tokens))
 
     # ------------------------------------------------------------ a consumer's request gets its blocks
 
@@ -201,8 +202,8 @@ class SchedulerHalf:
             part = Part(None, first, table)
             self._events.append(Stage(transfer.id, Mode.PULL, part, True, load.tokens, transfer.ticket))
         else:
-            lease_s, address = self._options.lease_s, transfer.address
-            self._events.append(Expose(transfer.id, Mode.PUSH, table, first, load.tokens, lease_s, address))
+            place = (self._options.lease_s, transfer.address, load.digest)
+            self._events.append(Expose(transfer.id, Mode.PUSH, table, first, load.tokens, *place))
         if external > 0:
             self._begun.append((transfer.id, request.request_id))
 
@@ -246,7 +247,7 @@ class SchedulerHalf:
         send.ready = list(end)
         self._hand_over(transfer, BlockTable.of(*groups))
         whole = tuple(b - a for a, b in zip(first, full, strict=True))
-        return [Ready(transfer.id, first, groups, whole, send.last, send.prompt)]
+        return [Ready(transfer.id, first, groups, whole, send.last, send.prompt, send.digest)]
 
     @property
     def busy(self) -> bool:
@@ -430,6 +431,5 @@ class SchedulerHalf:
             self._used.add(transfer.id)
 
 
-def _tokens(wish: Consume) -> int | None:
-    """How many of the prompt's tokens the producer has; None: all of them."""
-    return wish.tokens if wish.ticket is None else wish.ticket.grant.tokens
+def _digest(request: EngineRequest, tokens: int) -> str:
+    return prompt_digest((request.prompt_token_ids or ())[:tokens])

@@ -88,7 +88,7 @@ class WorkerHalf:
             if count := ready.full[at]:
                 blocks = [ready.blocks[at][:count] if group == at else () for group in range(len(ready.blocks))]
                 part = Part((layer,), ready.first, BlockTable.of(*blocks))
-                events.append(Stage(ready.transfer, Mode.PUSH, part, last=False, tokens=ready.tokens))
+                events.append(Stage(ready.transfer, Mode.PUSH, part, False, ready.tokens, prompt=ready.prompt))
         return events
 
     def results(self) -> Results:
@@ -136,7 +136,7 @@ def _last(ready: Ready) -> Stage:
     first = tuple(start + whole for start, whole in zip(ready.first, ready.full, strict=True))
     rest = (blocks[whole:] for blocks, whole in zip(ready.blocks, ready.full, strict=True))
     part = Part(None, first, BlockTable.of(*rest))
-    return Stage(ready.transfer, Mode.PUSH, part, last=True, tokens=ready.tokens)
+    return Stage(ready.transfer, Mode.PUSH, part, True, ready.tokens, prompt=ready.prompt)
 
 
 def _ended(outcome: Outcome) -> Ended:

@@ -187,9 +187,29 @@ def test_a_ticket_of_another_prompt_is_refused(bench: Any, servers: Servers) -> 
     assert answer.tokens == servers.wanted(bench.completion(other))
     assert answer.kvx["ok"] is False
     assert "another prompt" in answer.kvx["detail"]
+    assert answer.kvx["reason"] == "prompt"
     right = servers.decode.post({**leg, "prompt": one})
     assert right.kvx["ok"] is True
     assert right.tokens == servers.wanted(bench.completion(one))
+
+
+def test_a_push_of_another_prompt_of_the_same_length_moves_no_byte(bench: Any, servers: Servers, keep: Any) -> None:
+    one, other = bench.prompts(59, [300, 300])
+    transfer, dialect = secrets.token_hex(8), bench.dialect
+    leg = dialect.decode_leg(bench.completion(other), Mode.PUSH, transfer, prefill_address=servers.prefill.control)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(servers.prefill.post, dialect.prefill_leg(bench.completion(one), Mode.PUSH, transfer))
+        answer = pool.submit(servers.decode.post, leg).result()
+    ends = {name: getattr(servers, name).outcomes()[transfer] for name in ("prefill", "decode")}
+    row = {"equal": answer.tokens == servers.wanted(bench.completion(other)), "decode": answer.kvx, "outcomes": ends}
+    keep("vllm_push_of_another_prompt", row)
+    assert row["equal"]
+    assert first.result().status == 200
+    assert (answer.kvx["ok"], answer.kvx["reason"], answer.kvx["computed_tokens"]) == (False, "prompt", 300)
+    assert [(end["reason"], end["bytes"] if name == "prefill" else 0) for name, end in ends.items()] == [
+        ("prompt", 0)
+    ] * 2
+    assert both_pools_are_full(bench, servers)
 
 
 # ------------------------------------------------------------------ lengths, salts, pressure

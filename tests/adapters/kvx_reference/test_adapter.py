@@ -14,6 +14,7 @@ from kvx.core.events import Abort, Claim, Expose, Stage
 from kvx.core.layout import Coverage
 from kvx.core.model import BlockTable, Grant, Mode, Offered, Outcome, Peer, Reason, Released
 from kvx.instance import make_ticket
+from kvx.params import prompt_digest
 from kvx.testing import FakeInstance
 from kvx_reference.adapter import KvxConnector
 from kvx_reference.engine.connector import Parts
@@ -49,11 +50,14 @@ class Bench:
         self.engine = Engine(self.model, Settings(**sizes), connect)
 
     def add(self, name: str, prompt: int, tokens: int = 1, **params: Any) -> Request:
-        words = tuple(3 + (7 * at + 11 * len(name) * prompt) % 190 for at in range(prompt))
         sampling = Sampling(max_tokens=tokens, ignore_eos=True)
-        request = Request(name, words, sampling, params=params or None, salt=name)
+        request = Request(name, self.words(name, prompt), sampling, params=params or None, salt=name)
         self.engine.add(request)
         return request
+
+    @staticmethod
+    def words(name: str, prompt: int) -> tuple[int, ...]:
+        return tuple(3 + (7 * at + 11 * len(name) * prompt) % 190 for at in range(prompt))
 
     def steps(self, count: int = 30) -> None:
         for _ in range(count):
@@ -280,6 +284,33 @@ def test_what_is_here_already_is_not_asked_for(bench: Bench) -> None:
     expose = bench.kvx.events[1]
     assert isinstance(expose, Expose)
     assert (expose.first, len(expose.blocks), expose.tokens) == ((7,), 1, 30)
+
+
+def test_both_sides_of_a_push_state_the_same_digest_of_the_tokens_that_are_pushed(bench: Bench) -> None:
+    request = bench.add("a", 21, **push_out("out"))
+    bench.steps()
+    part = push_in("in")
+    bench.add("b", 30, 2, **{**part, "kvx": {**part["kvx"], "tokens": 21}})
+    bench.steps(1)
+    stages = [event for event in bench.kvx.events if isinstance(event, Stage)]
+    assert {stage.prompt for stage in stages} == {prompt_digest(request.prompt)}
+    (expose,) = [event for event in bench.kvx.events if isinstance(event, Expose)]
+    assert expose.tokens == 21
+    assert len(expose.blocks) == 6
+    assert expose.prompt == prompt_digest(bench.words("b", 30)[:21])
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_ticket_is_good_for_its_own_prompt_only(bench: Bench, *, same: bool) -> None:
+    words = bench.words("a", 30)
+    digest = prompt_digest(words[:28] if same else (*words[:27], 198))
+    bench.add("a", 30, 2, do_remote_prefill=True, kvx={"ticket": bench.ticket(28), "prompt": digest})
+    bench.steps()
+    claimed = [event for event in bench.kvx.events if isinstance(event, Claim)]
+    assert len(claimed) == same
+    if not same:
+        told = bench.answer("a")["kvx"]
+        assert (told["ok"], told["reason"], told["computed_tokens"]) == (False, "prompt", 30)
 
 
 def test_a_prompt_that_is_here_wholly_asks_for_nothing_and_says_so(bench: Bench) -> None:

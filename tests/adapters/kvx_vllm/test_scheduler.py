@@ -368,7 +368,9 @@ def test_a_push_consumer_exposes_to_the_producers_address() -> None:
     load(half, push_consumer(tokens=64), [7, 8])
     claim, expose = half.take().events
     assert claim == Claim("t1", Mode.PUSH, address="127.0.0.1:5800")
-    assert expose == Expose("t1", Mode.PUSH, BlockTable.of([7, 8]), (0,), 64, 30.0, "127.0.0.1:5800")
+    assert expose == Expose(
+        "t1", Mode.PUSH, BlockTable.of([7, 8]), (0,), 64, 30.0, "127.0.0.1:5800", prompt_digest(range(64))
+    )
 
 
 def test_a_chunked_push_hands_over_full_blocks_once_and_the_rest_last() -> None:
@@ -383,6 +385,7 @@ def test_a_chunked_push_hands_over_full_blocks_once_and_the_rest_last() -> None:
     assert (two.first, two.blocks, two.full, two.last) == ((1,), ((2,),), (1,), False)
     (three,) = half.take(Scheduled("r1", 90, 10, ([1, 2, 3, 4],))).ready
     assert (three.first, three.blocks, three.full, three.last) == ((2,), ((3, 4),), (1,), True)
+    assert {ready.prompt for ready in (one, two, three)} == {prompt_digest(range(100))}
     assert half.pins.blocks == {"t1": [1, 2, 3, 4]}
     assert half.take(Scheduled("r1", 100, 1, ([1, 2, 3, 4],))).ready == ()
     answer = half.request_finished(request, [[1, 2, 3, 4]], completed=True)
@@ -506,7 +509,8 @@ def test_a_push_that_brings_a_part_of_the_prompt_leaves_the_rest_to_compute() ->
     assert half.matched_tokens(request, 32) == (38, True)
     half.blocks_allocated(request, [[1, 2, 3, 4]], 38)
     expose = half.take().events[-1]
-    assert expose == Expose("t1", Mode.PUSH, BlockTable.of([2, 3]), (1,), 70, 30.0, "127.0.0.1:5800")
+    digest = prompt_digest(range(70))
+    assert expose == Expose("t1", Mode.PUSH, BlockTable.of([2, 3]), (1,), 70, 30.0, "127.0.0.1:5800", digest)
 
 
 def test_who_takes_blocks_may_hand_them_on_and_tells_of_both() -> None:

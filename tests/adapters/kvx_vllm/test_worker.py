@@ -15,7 +15,7 @@ def group(index: int, *layers: str) -> CacheGroup:
 
 
 LAYOUT = Layout("m", "float32", "v", (group(0, "a", "b"),), 16)
-READY = Ready("t1", first=(2,), blocks=((7, 8, 9),), full=(2,), last=True, tokens=150)
+READY = Ready("t1", first=(2,), blocks=((7, 8, 9),), full=(2,), last=True, tokens=150, prompt="aa")
 
 
 def half(layout: Layout = LAYOUT) -> tuple[WorkerHalf, FakeInstance]:
@@ -24,10 +24,10 @@ def half(layout: Layout = LAYOUT) -> tuple[WorkerHalf, FakeInstance]:
 
 
 def staged(layer: str, *blocks: int, first: int = 2) -> Stage:
-    return Stage("t1", Mode.PUSH, Part((layer,), (first,), BlockTable.of(blocks)), last=False, tokens=150)
+    return Stage("t1", Mode.PUSH, Part((layer,), (first,), BlockTable.of(blocks)), last=False, tokens=150, prompt="aa")
 
 
-LAST = Stage("t1", Mode.PUSH, Part(None, (4,), BlockTable.of([9])), last=True, tokens=150)
+LAST = Stage("t1", Mode.PUSH, Part(None, (4,), BlockTable.of([9])), last=True, tokens=150, prompt="aa")
 
 
 def test_decisions_are_put_before_the_forward_in_one_batch() -> None:
@@ -62,7 +62,7 @@ def test_layers_whose_hook_did_not_fire_leave_at_the_end_of_the_step() -> None:
 
 def test_a_part_that_is_not_the_last_ends_with_its_blocks() -> None:
     worker, instance = half()
-    worker.begin_step(Plan(ready=(Ready("t1", (0,), ((5,),), (1,), False, 150),)))
+    worker.begin_step(Plan(ready=(Ready("t1", (0,), ((5,),), (1,), False, 150, "aa"),)))
     worker.layer_saved("a")
     worker.layer_saved("b")
     worker.end_step()
