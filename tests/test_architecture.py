@@ -19,6 +19,7 @@ PACKAGES = [
     ROOT / "transports/kvx_tcp",
     ROOT / "transports/kvx_nixl",
     ROOT / "adapters/kvx_reference",
+    ROOT / "adapters/kvx_sglang",
     ROOT / "adapters/kvx_vllm",
     ROOT / "conformance/kvx_conformance",
 ]
@@ -36,6 +37,7 @@ ALLOWED = {
     "kvx_tcp": PURE | {"kvx.transport", "kvx.hookspecs", "kvx.memory"},
     "kvx_nixl": PURE | {"kvx.transport", "kvx.hookspecs", "kvx.checks"},
     "kvx_reference": ADAPTER,
+    "kvx_sglang": ADAPTER,
     "kvx_vllm": ADAPTER,
 }
 
@@ -106,7 +108,7 @@ def test_folders_of_packages_are_no_packages() -> None:
 def test_entry_points_name_modules_of_this_tree() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     groups = project["entry-points"]
-    assert set(groups) == {"kvx", "kvx.commands", "vllm.general_plugins"}
+    assert set(groups) == {"kvx", "kvx.commands", "sglang.srt.plugins", "vllm.general_plugins"}
     for target in [value for group in groups.values() for value in group.values()]:
         module = target.partition(":")[0].replace(".", "/") + ".py"
         assert [folder for folder in PACKAGES if (folder.parent / module).is_file()], target

@@ -1,0 +1,49 @@
+"""A look at the command line before SGLang starts its processes: what can be known at once is said in one sentence."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+
+from kvx.address import parse_address
+from kvx.config import Options
+from kvx.core.errors import ConfigError
+from kvx_sglang.versions import check_version
+
+BACKEND = "kvx"
+FLAG = "--disaggregation-transfer-backend"
+
+
+def asks_for(command_line: Sequence[str]) -> bool:
+    """Whether SGLang is started with kvx as its transfer backend; the last flag counts."""
+    chosen = ""
+    for index, word in enumerate(command_line):
+        flag, equals, value = word.partition("=")
+        if flag == FLAG:
+            chosen = value if equals else "".join(command_line[index + 1 : index + 2])
+    return chosen == BACKEND
+
+
+def load_options() -> Options:
+    """kvx's options from the environment: SGLang has no settings of a transfer backend. Raises ConfigError."""
+    options = Options.load()
+    check_version(options.allow_untested_engine)
+    if options.mode == "pull":
+        raise ConfigError("option mode is pull: SGLang's prefill waits for decode's pages, so kvx can push there only")
+    return options
+
+
+def check() -> None:
+    """Raises ConfigError: options that cannot work, an untested SGLang, a control port that is in use."""
+    options = load_options()
+    host, port = parse_address(options.listen)
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        raise ConfigError(
+            f"option listen: cannot listen on {options.listen} ({error.strerror}): "
+            "set KVX_LISTEN to a free port of this machine"
+        ) from error
