@@ -1,4 +1,4 @@
-"""The transport: the bell's sockets, one epoll, and the worker that owns NIXL's agent.
+"""The transport: the port's methods, links and visitors, and the workers that own NIXL's agents.
 
 The runtime's thread does all of this and never calls NIXL; a worker's call that does not come back
 costs an agent, which is replaced, and not the runtime. `access` is region and `fence` none: neither
@@ -9,15 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import ipaddress
 import logging
 import os
 import secrets
-import socket
 import time
 from collections.abc import Mapping, Sequence
-from errno import EINPROGRESS
-from select import EPOLLIN, epoll
 from typing import Any
 
 import msgspec
@@ -27,20 +23,18 @@ from kvx.core.events import OpDone, OpFailed
 from kvx.core.model import Descriptors, InstanceInfo, Op, Peer, Reason, Region, Stamp
 from kvx.transport import Access, Capabilities, Completion, FenceScope
 from kvx_nixl.backends import Backend
-from kvx_nixl.bell import Accepting, Connection, Dialling
+from kvx_nixl.bell import Connection, Dialling
 from kvx_nixl.crew import Crew, Learner
 from kvx_nixl.link import MAX_IN_FLIGHT, Link, Operation
-from kvx_nixl.options import Options, resolve
+from kvx_nixl.options import Options
 from kvx_nixl.pulse import Pulse
 from kvx_nixl.regions import Regions
+from kvx_nixl.switchboard import Switchboard
 from kvx_nixl.visitor import Visitor
-from kvx_nixl.words import VERSION, Contact, Hello, Introduce, Status, agents_of
+from kvx_nixl.words import NONCE_BYTES, VERSION, Contact, Hello, Introduce, Status, agents_of
 from kvx_nixl.worker import Added, Arrived, Closed, Moved, Opened, Worker
 
 _log = logging.getLogger(__name__)
-_MAX_STRANGERS = 64
-_MAX_CONNECTIONS = 4096
-_EVENTS = 64
 _QUICK_S, _SLOW_S = 0.1, 0.5
 """Periods of the pulse: while operations are in flight, and while anything else has a deadline."""
 _CLOSE_S = 3.0
@@ -72,14 +66,10 @@ class NixlTransport:
         self._incarnation = secrets.token_bytes(16)
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._pulse = Pulse()
-        self._epoll = epoll()
-        self._epoll.register(self._bell, EPOLLIN)
-        self._epoll.register(self._pulse.fd, EPOLLIN)
+        self._board = Switchboard(self.options, self._judge, self._proven)
+        self._board.include(self._bell)
+        self._board.include(self._pulse.fd)
         self._crew = Crew(backend, self.options, agents_of(self.options.peer, self._incarnation), self._tell)
-        self._listener: socket.socket | None = None
-        self._advertised = ""
-        self._connections: dict[int, Connection] = {}
-        self._strangers: dict[Connection, None] = {}
         self._links: dict[Peer, Link] = {}
         self._ended_links: list[Link] = []
         self._visitors: dict[str, Visitor] = {}
@@ -96,48 +86,24 @@ class NixlTransport:
 
     def register(self, regions: Sequence[Region]) -> None:
         """Waits for the first agent, at most `open_s`: what does not load is known here, and another transport used."""
-        if self._listener is not None or self._closed:
+        if self._board.listening or self._closed:
             raise TransportError("memory is registered once, before anything else")
         self.regions = Regions.of(regions)
-        self._listen()
+        self._board.listen()
         self._crew.open(self.regions)
         until = time.monotonic() + self.options.open_s
         while self._crew.worker is None and not self._crew.error:
             left = until - time.monotonic()
             if left <= 0:
                 raise TransportError(f"NIXL's agent has not started within {self.options.open_s} s")
-            self._epoll.poll(min(left, 0.05), 1)
+            self._board.wait(min(left, 0.05))
             self._results()
         if self._crew.error:
             raise TransportError(f"NIXL cannot be used here: {self._crew.error}")
 
-    def _listen(self) -> None:
-        options = self.options
-        try:
-            family, host = resolve(options.listen_host, options.port)
-            _, self._advertised = resolve(options.advertise_host or host, options.port)
-            if not options.may_use(host):
-                raise TransportError(f"without a secret kvx_nixl listens on loopback only, not on {host}")
-            if ipaddress.ip_address(self._advertised).is_unspecified:
-                raise TransportError("advertise_host must name an address that peers can dial")
-            listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
-            try:
-                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                listener.bind((host, options.port))
-                listener.listen(_MAX_STRANGERS)
-            except BaseException:
-                listener.close()
-                raise
-        except OSError as error:
-            raise TransportError(f"cannot listen on {options.listen_host} port {options.port}: {error}") from error
-        self._listener = listener
-        self._epoll.register(listener.fileno(), EPOLLIN)
-
     def metadata(self) -> bytes:
-        if self._listener is None:
-            raise TransportError("metadata exists once memory is registered")
-        port = self.options.advertise_port or self._listener.getsockname()[1]
-        return msgspec.msgpack.encode(Contact(VERSION, self.backend.name, self._advertised, port, self._incarnation))
+        host, port = self._board.address
+        return msgspec.msgpack.encode(Contact(VERSION, self.backend.name, host, port, self._incarnation))
 
     def connect(self, info: InstanceInfo, metadata: bytes) -> None:
         contact = Contact.decode(metadata, self.backend.name)
@@ -203,15 +169,9 @@ class NixlTransport:
     def poll(self) -> list[Completion]:
         if self._closed:
             return []
-        for fd, event in self._epoll.poll(0, _EVENTS):
-            connection = self._connections.get(fd)
-            if connection is not None:
-                self._move(connection, event)
-            elif fd == self._pulse.fd:
-                self._pulse.clear()
-                self._tick()
-            elif self._listener is not None and fd == self._listener.fileno():
-                self._accept(self._listener)
+        if self._pulse.fd in self._board.poll():
+            self._pulse.clear()
+            self._tick()
         self._results()
         refusing = [link.peer for link in self._links.values() if link.refused]
         if refusing:
@@ -223,7 +183,7 @@ class NixlTransport:
         return completions
 
     def fileno(self) -> int:
-        return self._epoll.fileno()
+        return self._board.fileno()
 
     def close(self) -> None:
         """The listener goes last, and only with the agents: whoever is refused knows that nothing moves any more."""
@@ -231,13 +191,10 @@ class NixlTransport:
             return
         self._closed = True
         ended = self._crew.close(_CLOSE_S)
-        for connection in list(self._connections.values()):
-            self.drop(connection)
+        self._board.hang_up()
         self._pulse.close()
-        self._epoll.close()
         if ended:
-            if self._listener is not None:
-                self._listener.close()
+            self._board.close()
             os.close(self._bell)
         else:
             # A thread that hangs in native code may still move bytes, and will write to this descriptor.
@@ -293,9 +250,7 @@ class NixlTransport:
 
     def _tick(self) -> None:
         now = time.monotonic()
-        for connection in list(self._connections.values()):
-            if connection.deadline is not None and now > connection.deadline:
-                self._lose(connection, TimeoutError("the handshake has taken too long"))
+        self._board.expire(now)
         stale = [link.peer for link in self._all_links() if link.tick(now)]
         self._ended_links = [link for link in self._ended_links if not link.idle]
         hung = self._crew.tick(now)
@@ -327,63 +282,12 @@ class NixlTransport:
     def _busy(self) -> bool:
         """Has anything but an operation a deadline?"""
         return (
-            any(connection.deadline is not None for connection in self._connections.values())
+            self._board.waiting
             or any(visitor.connection is None or visitor.awake for visitor in self._visitors.values())
             or self._crew.busy
         )
 
-    # ------------------------------------------------------------ connections
-
-    def _move(self, connection: Connection, event: int) -> None:
-        try:
-            connection.move(event)
-        except (OSError, RemoteProtocolError) as error:
-            self._lose(connection, error)
-        self.watch(connection)
-
-    def watch(self, connection: Connection) -> None:
-        if connection.open and connection.mask != connection.wanted:
-            connection.mask = connection.wanted
-            self._epoll.modify(connection.fd, connection.mask)
-
-    def _lose(self, connection: Connection, cause: Exception) -> None:
-        if connection.open:
-            self.drop(connection)
-            connection.role.lost(connection, cause)
-
-    def drop(self, connection: Connection) -> None:
-        if connection.open:
-            self._connections.pop(connection.fd, None)
-            self._strangers.pop(connection, None)
-            connection.close()
-
-    def _add(self, connection: Connection) -> None:
-        connection.mask = connection.wanted
-        self._epoll.register(connection.fd, connection.mask)
-        self._connections[connection.fd] = connection
-
-    def _accept(self, listener: socket.socket) -> None:
-        try:
-            sock, _ = listener.accept()
-        except OSError:
-            return  # it has gone, or there are no descriptors; the next one is tried at the next poll
-        if len(self._connections) >= _MAX_CONNECTIONS:
-            sock.close()
-            return
-        if len(self._strangers) >= _MAX_STRANGERS:
-            self._lose(next(iter(self._strangers)), TimeoutError("too many connections without proof"))
-        connection = Connection(
-            sock,
-            Accepting(self.options.secret, self._judge, self._proven),
-            time.monotonic() + self.options.handshake_s,
-        )
-        try:
-            self._prepare(sock)
-            self._add(connection)
-        except OSError:
-            connection.close()
-            return
-        self._strangers[connection] = None
+    # ------------------------------------------------------------ who calls
 
     def _judge(self, hello: Hello) -> Status | None:
         if (hello.target, hello.target_incarnation) != (self.options.peer, self._incarnation):
@@ -391,18 +295,12 @@ class NixlTransport:
         return Status.AUTH if hello.incarnation in self._retired else None
 
     def _proven(self, hello: Hello, connection: Connection) -> None:
-        self._strangers.pop(connection, None)
         visitor = self._visitors.get(hello.peer)
         if visitor is None or visitor.hello.incarnation != hello.incarnation:
             if visitor is not None:
                 self._forget(hello.peer)
             visitor = self._visitors[hello.peer] = Visitor(hello, self)
         visitor.enter(connection)
-
-    def _prepare(self, sock: socket.socket) -> None:
-        sock.setblocking(False)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
     # ------------------------------------------------------------ what links and visitors use
 
@@ -430,28 +328,18 @@ class NixlTransport:
         self._tell()
 
     def dial(self, link: Link) -> Connection:
-        contact = link.contact
         hello = Hello(
             VERSION,
             self.options.peer,
             self._incarnation,
             str(link.peer),
-            contact.incarnation,
-            secrets.token_bytes(16),
+            link.contact.incarnation,
+            secrets.token_bytes(NONCE_BYTES),
         )
-        version = ipaddress.ip_address(contact.host).version
-        sock = socket.socket(socket.AF_INET6 if version == 6 else socket.AF_INET, socket.SOCK_STREAM)
-        try:
-            self._prepare(sock)
-            status = sock.connect_ex((contact.host, contact.port))
-            if status not in (0, EINPROGRESS):
-                raise OSError(status, os.strerror(status))
-        except OSError:
-            sock.close()
-            raise
-        role = Dialling(self.options.secret, hello, link.proven, link.lost)
-        connection = Connection(sock, role, time.monotonic() + self.options.handshake_s)
-        connection.connecting = True
-        connection.send(hello)
-        self._add(connection)
-        return connection
+        return self._board.dial(link.contact, hello, Dialling(self.options.secret, hello, link.proven, link.lost))
+
+    def watch(self, connection: Connection) -> None:
+        self._board.watch(connection)
+
+    def drop(self, connection: Connection) -> None:
+        self._board.drop(connection)
