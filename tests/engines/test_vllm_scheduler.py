@@ -212,6 +212,24 @@ def test_only_blocks_of_a_load_that_was_ok_are_found_in_the_prefix_cache(
     assert engine.is_empty()
 
 
+def test_two_loads_of_one_prompt_share_no_block_and_one_fails_alone(make_engine: MakeEngine) -> None:
+    engine = make_engine("fail")
+    request = engine.request(100, transfer="t1")
+    other = engine.request(100, transfer="t2", like=request)
+    engine.step()
+    assert waiting(request) and waiting(other)
+    manager = engine.scheduler.kv_cache_manager
+    own, others = (set(manager.get_block_ids(one.request_id)[0]) for one in (request, other))
+    assert (len(own), len(others), own & others) == (4, 4, set())
+    failed = [request.request_id]
+    engine.step(ended("t1", ok=False, request=failed[0]), finished=failed, failed=failed)
+    engine.step(ended("t2", ok=True, request=other.request_id), finished=[other.request_id])
+    engine.step()
+    assert engine.out.num_scheduled_tokens == {other.request_id: 1}
+    assert engine.run()[other.request_id].finish_reason.name == "LENGTH"
+    assert engine.is_empty()
+
+
 @pytest.mark.parametrize("ok", [True, False])
 def test_an_aborted_load_keeps_its_blocks_until_the_workers_say_so(make_engine: MakeEngine, ok: bool) -> None:
     from vllm.v1.request import RequestStatus
