@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from attrs import asdict
 
-from kvx import __version__, demo, doctor, plugins, report, up
+from kvx import __version__, demo, doctor, drift, plugins, report, up
 from kvx.address import format_address
 from kvx.config import Options
 from kvx.core import wire
@@ -84,7 +84,12 @@ def _parser(further: Sequence[str]) -> argparse.ArgumentParser:
     for name in further:
         commands.add_parser(name, help=f"see `kvx {name} --help`", add_help=False)
 
-    _add(commands, "doctor", _doctor, "what works in this environment, and what to do about the rest")
+    health = _add(commands, "doctor", _doctor, "what works in this environment, and what to do about the rest")
+    health.add_argument(
+        "--engine-interface",
+        metavar="WHEEL",
+        help="instead: does the adapter fit this release of its engine? a wheel, a folder or an installed distribution",
+    )
 
     status = _add(commands, "status", _operate, "ask an instance for its open transfers and counters")
     drain = _add(commands, "drain", _operate, "let an instance finish its transfers and take no new ones")
@@ -104,7 +109,7 @@ def _parser(further: Sequence[str]) -> argparse.ArgumentParser:
 
     shown = _add(commands, "demo", _demo, "real servers on this machine: are the tokens those of a single instance?")
     shown.add_argument("--engine", default="reference", metavar="E", help="whose servers (default reference)")
-    shown.add_argument("--mode", choices=("push", "pull", "both"), default="both", help="default both")
+    shown.add_argument("--mode", choices=("push", "pull", "both"), default="both", help="default both, or what E can")
     shown.add_argument("--requests", type=_count, default=20, metavar="N", help="for each mode (default 20)")
     shown.add_argument("--transport", default="tcp", metavar="NAME", help="what moves the bytes (default tcp)")
     shown.add_argument(
@@ -220,6 +225,8 @@ def _emit(arguments: argparse.Namespace, command: str, fields: Mapping[str, Any]
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
+    if arguments.engine_interface is not None:
+        return _interface(arguments)
     checks = doctor.examine(plugins.load())
     width = max(len(check.name) for check in checks)
     lines: list[str] = []
@@ -229,6 +236,19 @@ def _doctor(arguments: argparse.Namespace) -> int:
             lines.append(f"     {'':<{width}}  -> {check.fix}")
     _emit(arguments, "doctor", {"checks": [asdict(check) for check in checks]}, lines)
     return 0 if all(check.ok for check in checks) else 1
+
+
+def _interface(arguments: argparse.Namespace) -> int:
+    verdict = drift.examine(plugins.load().interfaces().values(), arguments.engine_interface)
+    tested = "tested" if verdict.is_tested else "not tested: its adapter wants allow_untested_engine"
+    lines = [
+        f"{verdict.engine} {verdict.version} ({tested}; tested: {verdict.tested}), compared with {verdict.reference}"
+    ]
+    for one in verdict.differences:
+        lines.append(f"{'BAD' if one.breaks else '-  '}  {one.change:<7}  {one.name}\n              {one.detail}")
+    lines.append("The adapter fits." if verdict.fits else "The adapter does not fit.")
+    _emit(arguments, "doctor.interface", {**asdict(verdict), "fits": verdict.fits}, lines)
+    return 0 if verdict.fits else 1
 
 
 def _operate(arguments: argparse.Namespace) -> int:
@@ -253,9 +273,9 @@ def _operate(arguments: argparse.Namespace) -> int:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    modes = list(Mode) if arguments.mode == "both" else [Mode(arguments.mode)]
+    mode = None if arguments.mode == "both" else Mode(arguments.mode)
     transport, section = arguments.transport, dict(arguments.option)
-    results = demo.run(arguments.engine, modes, arguments.requests, _say, transport, section)
+    results = demo.run(arguments.engine, mode, arguments.requests, _say, transport, section)
     fields = {"engine": arguments.engine, "transport": transport, "modes": [result.fields() for result in results]}
     _emit(arguments, "demo", fields, ["", *demo.table(results), "", demo.verdict(results)])
     return 0 if all(result.good for result in results) else 1

@@ -342,14 +342,17 @@ def _nearest(name: str) -> str:
 
 
 def _from_env(env: Mapping[str, str]) -> dict[str, Any]:
-    """`KVX_LEASE_S=20`, and `KVX_TCP__STREAMS=4` for key `streams` in the section of `tcp`."""
+    """`KVX_LEASE_S=20`, and `KVX_TCP__STREAMS=4` for key `streams` in the section of `tcp`.
+
+    A plugin's name has no underscore, so one stands for its hyphen; a `package.module:factory` keeps its own.
+    """
     given: dict[str, Any] = {}
     for variable, text in sorted(env.items()):
         if not variable.startswith("KVX_") or _FOREIGN.fullmatch(variable):
             continue
         name, separator, key = variable.removeprefix("KVX_").lower().partition("__")
         if separator:
-            given.setdefault(name.replace("_", "-"), {})[key] = _toml_value(text)
+            given.setdefault(name if ":" in name else name.replace("_", "-"), {})[key] = _toml_value(text)
         elif name in _OPTIONS and name != "sections":
             given[name] = _typed(name, text)
         else:

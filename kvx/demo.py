@@ -1,8 +1,9 @@
 """`kvx demo`: a small model, real servers, and the question whether moved cache gives the same tokens.
 
-The prefill server, asked without transfer parameters, is the single instance to compare with. A
-second decode server is the control: it differs in its transport, which says that every byte has
-come and moves none. If tokens were equal there too, equality would prove nothing.
+The prefill server, asked without transfer parameters, is the single instance to compare with; an
+engine whose servers have roles starts one more. A second decode server is the control: it differs
+in its transport, which says that all KV cache has come and moves none of it. If tokens were equal
+there too, equality would prove nothing.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from attrs import frozen
 from kvx import report
 from kvx.cluster import Child
 from kvx.core.errors import KvxError
-from kvx.core.model import Mode
+from kvx.core.model import Mode, Role
 from kvx.driver import SmallModel
-from kvx.up import Node, Say, Site, site
+from kvx.up import Say, Site, site
 
 DROPPING = "kvx_conformance.faults:dropping"
 """The control's transport, by its factory; nothing else is told to drop bytes."""
@@ -79,32 +80,37 @@ class Result:
 
 def run(
     engine: str,
-    modes: Sequence[Mode],
+    mode: Mode | None,
     requests: int,
     say: Say,
     transport: str = "tcp",
     section: Mapping[str, Any] | None = None,
 ) -> list[Result]:
-    """One result for each mode; `section` holds the transport's options.
+    """One result for `mode`, or for each that the engine can; `section` holds the transport's options.
 
     Raises as `kvx.up.site` does, and DemoError.
     """
     given: dict[str, Any] = {transport: dict(section)} if section else {}
-    with site(engine, "", (), say) as place:
+    with site(engine, "", (), say, mode) as place:
         logs = place.cluster.logs
-        prefill = place.engine("prefill", transports=[transport, DROPPING], **given)
-        decode = place.engine("decode", transports=[transport], **given, event_log=str(logs / "decode.jsonl"))
-        control = place.engine("control", transports=[DROPPING], event_log=str(logs / "control.jsonl"))
-        say(f"starting three {engine} servers: prefill, decode, and the control, whose transport drops every byte")
+        cache = place.small.cache_regions
+        dropped: dict[str, Any] = {} if cache is None else {DROPPING: {"regions": cache}}
+        prefill = place.engine("prefill", Role.PRODUCER, transports=[transport, DROPPING], **given, **dropped)
+        log = str(logs / "decode.jsonl")
+        decode = place.engine("decode", Role.CONSUMER, transports=[transport], **given, event_log=log)
+        log = str(logs / "control.jsonl")
+        control = place.engine("control", Role.CONSUMER, transports=[DROPPING], **dropped, event_log=log)
+        alone = place.single("single") if place.driver.has_roles else prefill.child
+        say(f"starting {engine} servers: prefill, decode, and the control, whose transport drops the cache's bytes")
         place.wait_ready()
         results = []
-        for seed, mode in enumerate(modes):
+        for seed, chosen in enumerate([mode] if mode else [one for one in Mode if one in place.driver.modes]):
             pairs = [
-                Pair(place.router(f"router-{mode.value}-{name}", [prefill], [node], mode), logs / f"{name}.jsonl")
+                Pair(place.router(f"router-{chosen.value}-{name}", [prefill], [node], chosen), logs / f"{name}.jsonl")
                 for name, node in (("decode", decode), ("control", control))
             ]
             place.wait_ready(*(pair.router for pair in pairs))
-            results.append(_compare(place, prefill, pairs[0], pairs[1], mode, prompts(place.small, requests, seed)))
+            results.append(_compare(place, alone, pairs[0], pairs[1], chosen, prompts(place.small, requests, seed)))
         return results
 
 
@@ -138,7 +144,7 @@ def verdict(results: Sequence[Result]) -> str:
 
 
 def _compare(
-    place: Site, prefill: Node, pair: Pair, control: Pair, mode: Mode, work: Sequence[Sequence[int]]
+    place: Site, single: Child, pair: Pair, control: Pair, mode: Mode, work: Sequence[Sequence[int]]
 ) -> Result:
     place.say(f"{mode.value}: {len(work)} requests, each in three ways")
     equal = control_equal = 0
@@ -147,7 +153,7 @@ def _compare(
         moved = generate(pair.router.url, place.model, prompt)
         dropped = generate(control.router.url, place.model, prompt)
         # The last of the three, so that the prefill server finds nothing in its prefix cache before.
-        alone = generate(prefill.url, place.model, prompt)
+        alone = generate(single.url, place.model, prompt)
         equal += moved.tokens == alone.tokens
         control_equal += dropped.tokens == alone.tokens
         ttft.append(moved.ttft_s * 1000)

@@ -20,7 +20,13 @@ _UPSTREAM = {
 class CompletionsDialect:
     """OpenAI's completions with `kv_transfer_params`, as vLLM and the reference engine speak it."""
 
-    def prefill_leg(self, body: Mapping[str, Any], mode: Mode, transfer: str) -> dict[str, Any]:
+    @property
+    def can_withdraw(self) -> bool:
+        return True
+
+    def prefill_leg(
+        self, body: Mapping[str, Any], mode: Mode, transfer: str, *, prefill_address: str | None = None
+    ) -> dict[str, Any]:
         dropped = ("stream_options", "max_completion_tokens", "best_of")
         leg = {key: value for key, value in body.items() if key not in dropped}
         leg |= {"stream": False, "max_tokens": 1}

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from attrs import frozen
 
-from kvx.core.model import Mode
+from kvx.core.model import Mode, Role
 
 
 @frozen
@@ -20,7 +20,8 @@ class Server:
 
     `model` is a folder or name as the engine takes it, `port` its HTTP port on `host`. `options`
     are kvx's (see `kvx.config.Options`); None starts the engine without kvx, as a single
-    instance. `arguments` are appended to the engine's command line as they are.
+    instance. `arguments` are appended to the engine's command line as they are. `role` and
+    `meeting_port`, a further free port, are only looked at by an engine whose servers have roles.
     """
 
     model: str
@@ -28,15 +29,22 @@ class Server:
     host: str = "127.0.0.1"
     options: Mapping[str, Any] | None = None
     arguments: tuple[str, ...] = ()
+    role: Role | None = None
+    meeting_port: int | None = None
 
 
 @frozen
 class Launch:
-    """How to start it: a command, what to add to the environment, and the path that answers 200 when it serves."""
+    """How to start it: a command, what to add to the environment, and the path that answers 200 when it serves.
+
+    `address` is HOST:PORT that a router has to be told of this prefill server (`--prefill URL=HOST:PORT`);
+    empty: the router asks the server.
+    """
 
     command: tuple[str, ...]
     env: Mapping[str, str]
     ready_path: str
+    address: str = ""
 
 
 @frozen
@@ -44,13 +52,15 @@ class SmallModel:
     """A small random model for demos and tests, which the engine serves on any machine.
 
     `make` is the command that writes it, in seconds; `arguments` are those of each `Server` of it, `block_size` is
-    in tokens and `tokens` are the ids that a prompt may hold.
+    in tokens and `tokens` are the ids that a prompt may hold. `cache_regions`: only so many of the
+    regions that an instance registers, the first ones, hold KV cache; None: all do.
     """
 
     make: tuple[str, ...]
     arguments: tuple[str, ...]
     block_size: int
     tokens: range
+    cache_regions: int | None = None
 
 
 @frozen
@@ -77,10 +87,18 @@ class Probe:
 class Dialect(Protocol):
     """How one request becomes two: bodies of HTTP requests in, bodies out. Pure; nothing is changed in place."""
 
-    def prefill_leg(self, body: Mapping[str, Any], mode: Mode, transfer: str) -> dict[str, Any]:
+    @property
+    def can_withdraw(self) -> bool:
+        """Whether `transfer` is the id that the instances use, by which a push can be withdrawn from its producer."""
+        ...
+
+    def prefill_leg(
+        self, body: Mapping[str, Any], mode: Mode, transfer: str, *, prefill_address: str | None = None
+    ) -> dict[str, Any]:
         """The body for the prefill instance: one token, not streamed.
 
         `transfer` is the id of this attempt; in pull it is not used, since the producer draws one.
+        `prefill_address`: as the router knows it.
         """
         ...
 
@@ -121,6 +139,16 @@ class EngineDriver(Protocol):
     @property
     def tested(self) -> str:
         """The versions that kvx is tested with, such as `0.32.*`."""
+        ...
+
+    @property
+    def modes(self) -> frozenset[Mode]:
+        """What its servers can do."""
+        ...
+
+    @property
+    def has_roles(self) -> bool:
+        """Whether a server with kvx either prefills or decodes, as its `role` says, and serves no request alone."""
         ...
 
     def installed(self) -> str | None:

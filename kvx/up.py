@@ -18,9 +18,10 @@ from urllib.parse import urlsplit
 from attrs import define, field, frozen
 
 from kvx import plugins
+from kvx.address import parse_address
 from kvx.cluster import Child, Cluster, ClusterError, free_ports
 from kvx.core.errors import ConfigError, PluginError
-from kvx.core.model import Mode
+from kvx.core.model import Mode, Role
 from kvx.driver import EngineDriver, Launch, Server, SmallModel
 
 START_S = 600.0
@@ -38,10 +39,11 @@ Say = Callable[[str], None]
 
 @frozen
 class Node:
-    """A running engine server: its process, and HOST:PORT of its control channel."""
+    """A running engine server: its process, HOST:PORT of its control channel, and what a router is told of it."""
 
     child: Child
     control: str
+    address: str = ""
 
     @property
     def url(self) -> str:
@@ -53,6 +55,7 @@ class Site:
     """Where servers of one engine and one model are started; made by `site`."""
 
     cluster: Cluster
+    name: str
     driver: EngineDriver
     model: str
     small: SmallModel
@@ -62,27 +65,39 @@ class Site:
     _told: float = field(default=0.0, init=False)
     _ports: set[int] = field(factory=set, init=False)
 
-    def engine(self, name: str, *, instead_of: Node | None = None, **options: object) -> Node:
+    def engine(self, name: str, role: Role | None = None, *, instead_of: Node | None = None, **options: object) -> Node:
         """Start one instance, with kvx's `options` beside those that every instance needs.
 
-        It takes the addresses of `instead_of`, which has ended, or new ones.
+        It takes the addresses of `instead_of`, which has ended, or new ones. `role` None is for
+        engines whose servers have none.
         """
+        meeting = None
         if instead_of is None:
             port, control = self._port(), f"127.0.0.1:{self._port()}"
+            meeting = self._port() if role is Role.PRODUCER else None
         else:
             port, control = urlsplit(instead_of.url).port or 0, instead_of.control
+            meeting = parse_address(instead_of.address)[1] if instead_of.address else None
         given = {"listen": control, "secret_file": str(self.secret_file), **options}
-        server = Server(self.model, port, options=given, arguments=self.arguments)
-        return Node(self.cluster.start(name, self.driver.launch(server), f"http://127.0.0.1:{port}"), control)
+        server = Server(self.model, port, options=given, arguments=self.arguments, role=role, meeting_port=meeting)
+        launch = self.driver.launch(server)
+        return Node(self.cluster.start(name, launch, f"http://127.0.0.1:{port}"), control, launch.address)
+
+    def single(self, name: str) -> Child:
+        """Start one server without kvx, which serves requests alone."""
+        port = self._port()
+        launch = self.driver.launch(Server(self.model, port, arguments=self.arguments))
+        return self.cluster.start(name, launch, f"http://127.0.0.1:{port}")
 
     def router(
         self, name: str, prefill: Sequence[Node], decode: Sequence[Node], mode: Mode | None, port: int | None = None
     ) -> Child:
         """Start a router in front of these; without `port` on any free one."""
         port = port or self._port()
-        command = [sys.executable, "-m", "kvx", "router", "--port", str(port), "--mode", mode.value if mode else "auto"]
+        command = [sys.executable, "-m", "kvx", "router", "--port", str(port), "--engine", self.name]
+        command += ["--mode", mode.value if mode else "auto"]
         for node in prefill:
-            command += ["--prefill", node.url]
+            command += ["--prefill", f"{node.url}={node.address}" if node.address else node.url]
         for node in decode:
             command += ["--decode", node.url]
         launch = Launch(tuple(command), {"KVX_SECRET_FILE": str(self.secret_file)}, "/health")
@@ -109,12 +124,18 @@ class Site:
 
 
 @contextmanager
-def site(engine: str, model: str, arguments: Sequence[str], say: Say) -> Generator[Site, None, None]:
+def site(
+    engine: str, model: str, arguments: Sequence[str], say: Say, mode: Mode | None = None
+) -> Generator[Site, None, None]:
     """A place for servers, gone with all of them when the block ends. An empty `model` makes the engine's small one.
 
-    Raises PluginError or ConfigError where something has to be installed or unset, and ClusterError.
+    `mode`: what requests will be served in, None: whatever the engine can. Raises PluginError or ConfigError
+    where something has to be installed, unset or asked for differently, and ClusterError.
     """
     driver = plugins.load().driver(engine)
+    if mode is not None and mode not in driver.modes:
+        able = ", ".join(sorted(one.value for one in driver.modes))
+        raise ConfigError(f"engine {engine!r} cannot {mode.value}, only {able}")
     _check(engine, driver)
     with tempfile.TemporaryDirectory(prefix="kvx-") as folder, Cluster() as cluster:
         secret_file = Path(folder) / "secret"
@@ -126,7 +147,7 @@ def site(engine: str, model: str, arguments: Sequence[str], say: Say) -> Generat
             model, given = str(Path(folder) / "model"), (*small.arguments, *given)
             say("making a small random model")
             _make(small.make)
-        yield Site(cluster, driver, model, small, given, secret_file, say)
+        yield Site(cluster, engine, driver, model, small, given, secret_file, say)
 
 
 def run(
@@ -141,9 +162,9 @@ def run(
     say: Say,
 ) -> None:
     """Keep a cluster until Ctrl-C. Raises as `site` does, and ClusterError when the router has died."""
-    with site(engine, model, arguments, say) as place:
-        producers = [place.engine(f"prefill-{number}") for number in range(prefill)]
-        consumers = [place.engine(f"decode-{number}") for number in range(decode)]
+    with site(engine, model, arguments, say, mode) as place:
+        producers = [place.engine(f"prefill-{number}", Role.PRODUCER) for number in range(prefill)]
+        consumers = [place.engine(f"decode-{number}", Role.CONSUMER) for number in range(decode)]
         router = place.router("router", producers, consumers, mode, port)
         say(f"starting {prefill} prefill and {decode} decode servers of {engine}, and a router")
         place.wait_ready()

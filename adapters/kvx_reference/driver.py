@@ -8,6 +8,7 @@ from importlib import util
 
 from kvx import __version__
 from kvx.config import Options
+from kvx.core.model import Mode
 from kvx.dialect import CompletionsDialect
 from kvx.driver import Dialect, Launch, Server, SmallModel
 
@@ -26,6 +27,14 @@ class ReferenceDriver:
     @property
     def tested(self) -> str:
         return __version__
+
+    @property
+    def modes(self) -> frozenset[Mode]:
+        return frozenset(Mode)
+
+    @property
+    def has_roles(self) -> bool:
+        return False
 
     def installed(self) -> str | None:
         """None where the packages of the extra `reference` are missing."""

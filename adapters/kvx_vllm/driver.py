@@ -6,6 +6,7 @@ import json
 import sys
 
 from kvx.config import Options
+from kvx.core.model import Mode
 from kvx.dialect import CompletionsDialect
 from kvx.driver import Dialect, Launch, Server, SmallModel
 from kvx_vllm.versions import TESTED, installed_version
@@ -31,6 +32,14 @@ class VllmDriver:
     @property
     def tested(self) -> str:
         return TESTED
+
+    @property
+    def modes(self) -> frozenset[Mode]:
+        return frozenset(Mode)
+
+    @property
+    def has_roles(self) -> bool:
+        return False
 
     def installed(self) -> str | None:
         return installed_version()

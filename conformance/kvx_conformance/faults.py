@@ -7,12 +7,15 @@ does what they do. Options of the section: `inner` names the wrapped transport (
 
 from __future__ import annotations
 
+import math
 import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from attrs import evolve
+from numpy.typing import NDArray
 
 from kvx import plugins
 from kvx.core.events import OpDone, OpFailed
@@ -75,7 +78,13 @@ class Wrapper:
 
 
 class DropsBytes(Wrapper):
-    """Says that every operation is done and moves nothing: the control of each token test."""
+    """Says that every operation is done and moves nothing: the control of each token test.
+
+    With option `regions` only so many regions, the first ones, lose their bytes: an engine may send along what it
+    cannot do without.
+    """
+
+    own_options = ("regions",)
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         super().__init__(options)
@@ -86,11 +95,19 @@ class DropsBytes(Wrapper):
         return _GATE_POLL_S
 
     def post(self, op_id: int, peer: Peer, op: Op, local: Descriptors, remote: Descriptors, stamp: Stamp) -> None:
-        self._done.append(OpDone(op_id, local.nbytes))
+        kept = local.region >= self.options.get("regions", math.inf)
+        if kept.any():
+            self.inner.post(op_id, peer, op, _chosen(local, kept), _chosen(remote, kept), stamp)
+        else:
+            self._done.append(OpDone(op_id, local.nbytes))
 
     def poll(self) -> list[Completion]:
         done, self._done = self._done, []
         return done + self.inner.poll()
+
+
+def _chosen(pieces: Descriptors, which: NDArray[np.bool_]) -> Descriptors:
+    return Descriptors(pieces.region[which], pieces.offset[which], pieces.length[which])
 
 
 class RegionAccess(Wrapper):

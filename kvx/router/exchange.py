@@ -103,12 +103,13 @@ class Exchange:
             linger_s = LINGER_S if taken else 0.0
         finally:
             self.host.outlive(_end(decode, prefill, linger_s))
-            if not taken and choice.prefill.address is not None:
+            if not taken and choice.prefill.address is not None and self.dialect.can_withdraw:
                 # The prefill leg may have ended well, and its connection's end then aborts nothing.
                 self.host.withdraw(choice.prefill.address, transfer)
 
     async def _prefill(self, choice: Choice, transfer: str) -> Answer:
-        leg = self.dialect.prefill_leg(self.body, choice.mode, transfer)
+        address = choice.prefill.address
+        leg = self.dialect.prefill_leg(self.body, choice.mode, transfer, prefill_address=address)
         limit_s = self.upstream.limits.prefill_s
         url = choice.prefill.url
         try:
