@@ -36,14 +36,15 @@ def leave_private_network(back: int) -> None:
     os.close(back)
 
 
-def options(name: str, folder: Path) -> dict[str, Any]:
-    """The section of this transport for tests: real TCP sockets, never shared memory."""
-    if name == "nixl-ucx":
-        return {"tls": "tcp"}
-    return {"provider": "tcp", "trusted_network": True, "preload": _libraries(folder)}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "nixl-ucx": {"tls": "tcp"},
+    "nixl-libfabric": {"provider": "tcp", "trusted_network": True},
+}
+"""The section of each transport for tests: real TCP sockets, never shared memory."""
 
 
-def _libraries(folder: Path) -> list[str]:
+def libraries(folder: Path) -> list[Path]:
+    """What LIBFABRIC has to find, in the order in which it can be loaded."""
     site, data = Path(sysconfig.get_path("purelib")), Path(sysconfig.get_path("data"))
     wheels = [
         site / "nvidia/cuda_runtime/lib/libcudart.so.12",
@@ -52,7 +53,7 @@ def _libraries(folder: Path) -> list[str]:
     ]
     # A real driver must not be hidden by the stub.
     driver = [] if Path("/proc/driver/nvidia").exists() else [_stub(folder)]
-    return [str(path) for path in (*driver, *wheels)]
+    return [*driver, *wheels]
 
 
 def _stub(folder: Path) -> Path:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import datetime as dt
+import importlib.metadata
 import importlib.util
+import json
+import os
 import select
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvx import plugins
+from kvx import plugins, report
 from kvx.core.events import OpDone, OpFailed
 from kvx.core.model import Descriptors, InstanceInfo, Layout, Op, Peer, Region, Stamp
 from kvx.transport import Completion
@@ -53,16 +58,67 @@ def private_network() -> Iterator[ModuleType]:
 
 
 @pytest.fixture(scope="session")
-def sections(private_network: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def libraries(private_network: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """What LIBFABRIC has to find."""
+    found: list[Path] = private_network.libraries(tmp_path_factory.mktemp("nixl"))
+    return found
+
+
+@pytest.fixture(scope="session")
+def sections(private_network: ModuleType, libraries: list[Path]) -> dict[str, dict[str, Any]]:
     """Each transport's section of the configuration."""
-    folder = tmp_path_factory.mktemp("nixl")
-    return {name: private_network.options(name, folder) for name in NAMES}
+    ucx, libfabric = (private_network.OPTIONS[name] for name in NAMES)
+    return dict(zip(NAMES, (ucx, {**libfabric, "preload": [str(path) for path in libraries]}), strict=True))
+
+
+@pytest.fixture
+def command(
+    name: str, private_network: ModuleType, libraries: list[Path], request: pytest.FixtureRequest, tmp_path: Path
+) -> Callable[..., dict[str, Any]]:
+    """`command(evidence, *arguments)` runs kvx on this transport; its JSON, kept as evidence. It has to succeed."""
+    folder = request.config.getoption("--evidence") or tmp_path
+    path = os.pathsep.join(dict.fromkeys(str(library.parent) for library in libraries))
+
+    def run(evidence: str, *arguments: str) -> dict[str, Any]:
+        options = [
+            word
+            for key, value in private_network.OPTIONS[name].items()
+            for word in ("--option", f"{key}={json.dumps(value)}")
+        ]
+        out = Path(folder) / f"{evidence}.json"
+        words = [sys.executable, "-m", "kvx", *arguments, "--transport", name, *options, "--json", str(out)]
+        # The loader finds the libraries, as on a host that has them: no path of this machine gets into a report.
+        env = {**os.environ, "LD_LIBRARY_PATH": path}
+        done = subprocess.run(words, capture_output=True, text=True, timeout=1500, env=env, check=False)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        answer: dict[str, Any] = json.loads(out.read_text())
+        return answer
+
+    return run
 
 
 @pytest.fixture(params=NAMES)
 def name(request: pytest.FixtureRequest) -> str:
     """One test for each backend."""
     return str(request.param)
+
+
+@pytest.fixture
+def keep(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """`keep(file, case, **facts)` prints what a case has shown; with --evidence it stands in one file with others."""
+    folder = request.config.getoption("--evidence")
+
+    def keep(file: str, case: str, **facts: Any) -> None:
+        print(case, facts)
+        if not folder:
+            return
+        path = Path(folder) / f"{file}.json"
+        known = json.loads(path.read_text())["cases"] if path.exists() else {}
+        facts["date"] = dt.datetime.now(tz=dt.UTC).date().isoformat()
+        fields = {"name": file, "nixl": importlib.metadata.version("nixl"), "cases": {**known, case: facts}}
+        report.write(str(path), report.document("evidence", fields))
+
+    return keep
 
 
 class Rank:

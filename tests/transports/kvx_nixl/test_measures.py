@@ -1,9 +1,8 @@
-"""What NIXL costs here: preparing and posting many pieces, being idle, waking up. With EVIDENCE=FOLDER it is kept."""
+"""What NIXL costs here: preparing and posting many pieces, being idle, waking up."""
 
 from __future__ import annotations
 
 import base64
-import json
 import os
 import secrets
 import select
@@ -28,16 +27,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 PIECES = 131_072
 
 
-def told(case: str, **facts: Any) -> None:
-    print(case, facts)
-    if folder := os.environ.get("EVIDENCE"):
-        path = Path(folder) / "nixl-measures.json"
-        known = json.loads(path.read_text()) if path.exists() else {}
-        path.write_text(json.dumps({**known, case: facts}, indent=2, sort_keys=True) + "\n")
-
-
 @pytest.mark.parametrize("op", Op)
-def test_many_pieces(pair: Any, pump: Any, monkeypatch: Any, name: str, op: Op) -> None:
+def test_many_pieces(pair: Any, pump: Any, monkeypatch: Any, keep: Any, name: str, op: Op) -> None:
     initiator, target = pair(PIECES * (512 + 64))
     spent = {"prepare": 0.0, "make": 0.0, "start": 0.0}
     longest = dict.fromkeys(spent, 0.0)
@@ -71,7 +62,8 @@ def test_many_pieces(pair: Any, pump: Any, monkeypatch: Any, name: str, op: Op) 
     pump(initiator, target, until=lambda: initiator.done(2))
     total = time.perf_counter() - started
     assert np.count_nonzero(sink.memory) == PIECES * 512
-    told(
+    keep(
+        "nixl-measures",
         f"{name} {op.value} of {PIECES} pieces of 512 bytes",
         runtime_thread_ms=accepted * 1e3,
         total_ms=total * 1e3,
@@ -80,7 +72,7 @@ def test_many_pieces(pair: Any, pump: Any, monkeypatch: Any, name: str, op: Op) 
     )
 
 
-def test_an_idle_pair_and_its_first_operation(name: str, sections: dict[str, dict[str, Any]]) -> None:
+def test_an_idle_pair_and_its_first_operation(name: str, sections: dict[str, dict[str, Any]], keep: Any) -> None:
     """An idle process takes less than 2 % of a core; the first operation after that pays for waking up."""
     secret = secrets.token_bytes(32)
     here = Slab(4096, 1, seed=1)
@@ -118,7 +110,8 @@ def test_an_idle_pair_and_its_first_operation(name: str, sections: dict[str, dic
             shares = [100 * (_cpu_s(pid) - old) / 10 for pid, old in zip((os.getpid(), child.pid), before, strict=True)]
     finally:
         transport.close()
-    told(
+    keep(
+        "nixl-measures",
         f"{name} idle, and 4096 bytes",
         idle_percent_of_a_core=shares,
         hot_us={op.value: seconds * 1e6 for op, seconds in hot.items()},
