@@ -22,7 +22,7 @@ from attrs import define, evolve, field, frozen
 
 from kvx.cluster import Child, Cluster, free_ports
 from kvx.core.model import Mode
-from kvx.driver import Server
+from kvx.driver import Launch, Server
 from kvx.operator import ask
 from kvx_vllm.driver import VllmDriver
 
@@ -93,6 +93,10 @@ class Instance:
     env: Mapping[str, str]
     _waiting: http.client.HTTPConnection | None = None
 
+    @property
+    def url(self) -> str:
+        return f"http://{self.server.host}:{self.server.port}"
+
     def connect(self, timeout_s: float = 120.0) -> http.client.HTTPConnection:
         return http.client.HTTPConnection(self.server.host, self.server.port, timeout=timeout_s)
 
@@ -123,6 +127,12 @@ class Instance:
         connection = self.connect()
         connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
         return connection
+
+    def health(self) -> int:
+        """The status of /health."""
+        with contextlib.closing(self.connect()) as connection:
+            connection.request("GET", "/health")
+            return connection.getresponse().status
 
     def metrics(self) -> dict[str, float]:
         """/metrics: name and labels without vLLM's own two, to value."""
@@ -214,6 +224,16 @@ class Bench:
         server = Server(self.model, port, arguments=ARGUMENTS)
         self.instances[name] = instance = Instance(self._launch(name, server, {}), server, "", Path(), {})
         return instance
+
+    def start_router(self, mode: Mode, prefill: Instance, decode: Instance) -> Instance:
+        """kvx's router in front of both."""
+        (port,) = free_ports(1)
+        url, name = f"http://127.0.0.1:{port}", f"router-{mode.value}"
+        pools = {"--prefill": f"{prefill.url}={prefill.control}", "--decode": decode.url}
+        words = [word for pair in pools.items() for word in pair]
+        command = (sys.executable, "-m", "kvx", "router", "--port", str(port), "--mode", mode.value, *words)
+        child = self.cluster.start(name, Launch(command, {}, "/health"), url)
+        return Instance(child, Server(self.model, port), "", Path(), {})
 
     def restart(self, name: str) -> Instance:
         """Start a server again, at the same ports, after its process is gone."""

@@ -1,14 +1,12 @@
-"""A pair of vLLM under everything at once: prefix hits, a tiny pool, clients that leave, servers that are killed.
+"""A pair of vLLM behind kvx's router, under everything at once: prefix hits, a tiny pool, clients that leave, kills.
 
 `make soak`; SOAK_REQUESTS and SOAK_SEED change what it does, EVIDENCE names the folder of its result.
 """
 
 from __future__ import annotations
 
-import http.client
 import os
 import random
-import secrets
 import signal
 import threading
 import time
@@ -38,7 +36,6 @@ class Work:
     mode: Mode
     leaves_after_s: float | None
     """The client leaves; None: it waits."""
-    leaves_prefill: bool
 
 
 @define
@@ -49,6 +46,7 @@ class Soak:
     prefill: Any
     decode: Any
     single: Any
+    routers: dict[Mode, Any]
     draw: random.Random
     prompts: list[list[int]] = field(factory=list)
     wanted: list[list[int]] = field(factory=list)
@@ -74,7 +72,6 @@ class Soak:
                 draw.choice([4, 8, 8, 16, 60]),
                 draw.choice(list(Mode)),
                 draw.uniform(0.0, 0.4) if index in leaving else None,
-                draw.random() < 0.3,
             )
             for index in range(count)
         ]
@@ -86,14 +83,12 @@ class Soak:
         body = self.bench.completion(self.prompts[work.prompt], work.tokens)
         row: dict[str, Any] = {"index": work.index, "prompt": len(body["prompt"]), "mode": work.mode.value}
         started = time.monotonic()
-        try:
-            if work.leaves_after_s is None:
-                row |= self._stay(work, body)
-            else:
-                row |= {"end": "left", "where": self._leave(work, body, work.leaves_after_s)}
-        except (OSError, http.client.HTTPException) as error:  # a server was killed under it, or is not up
-            end = "failed" if work.leaves_after_s is None else "left"
-            row |= {"end": end, "reason": type(error).__name__}
+        router = self.routers[work.mode]
+        if work.leaves_after_s is None:
+            row |= self._judged(work, router.post(body))
+        else:
+            router.abandon(body, work.leaves_after_s)
+            row |= {"end": "left"}
         row["seconds"] = time.monotonic() - started
         with self.lock:
             self.rows.append(row)
@@ -107,43 +102,15 @@ class Soak:
         if not go:
             self.up.wait(600)
 
-    def _stay(self, work: Work, body: dict[str, Any]) -> dict[str, Any]:
-        answer = self._answer(work.mode, body)
+    def _judged(self, work: Work, answer: Any) -> dict[str, Any]:
         if answer.status != 200:
-            return {"end": "failed", "reason": str(answer.body)[:300]}
+            error = answer.body.get("error", answer.body)
+            return {"end": "failed", "reason": f"{answer.status} {error.get('type')}", "detail": error.get("message")}
         wanted = self.wanted[work.prompt][: work.tokens]
         row = {"end": "answered", "equal": answer.tokens == wanted, **answer.kvx}
         if not row["equal"]:
             row |= {"tokens": answer.tokens, "wanted": wanted, "asked": work.prompt}
         return row
-
-    def _answer(self, mode: Mode, body: dict[str, Any]) -> Any:
-        """What a router hands to the client: in push the decode server's answer, whatever became of the other leg."""
-        if mode is Mode.PULL:
-            return self.bench.serve(self.prefill, self.decode, body, mode).decode
-        transfer, dialect = secrets.token_hex(8), self.bench.dialect
-        leg = dialect.decode_leg(body, mode, transfer, prefill_address=self.prefill.control)
-        with ThreadPoolExecutor(2) as both:
-            both.submit(self.prefill.post, dialect.prefill_leg(body, mode, transfer))
-            return both.submit(self.decode.post, leg).result()
-
-    def _leave(self, work: Work, body: dict[str, Any], after_s: float) -> str:
-        transfer, dialect = secrets.token_hex(8), self.bench.dialect
-        prefill_leg = dialect.prefill_leg(body, work.mode, transfer)
-        if work.mode is Mode.PULL:
-            if work.leaves_prefill:
-                self.prefill.abandon(prefill_leg, after_s)
-                return "pull, prefill"
-            first = self.prefill.post(prefill_leg)
-            leg = dialect.decode_leg(body, work.mode, transfer, prefill_answer=first.body)
-            self.decode.abandon(leg, after_s)
-            return "pull, decode"
-        leg = dialect.decode_leg(body, work.mode, transfer, prefill_address=self.prefill.control)
-        with ThreadPoolExecutor(2) as both:
-            gone = both.submit(self.decode.abandon, leg, after_s)
-            both.submit(self.prefill.abandon, prefill_leg, after_s / 2).result()
-            gone.result()
-        return "push, both"
 
     # -------------------------------------------------------- kills
 
@@ -159,8 +126,12 @@ class Soak:
         instance.child.signal(signal.SIGKILL)
         killed = time.monotonic()
         self.bench.restart(name)
+        assert self.bench.until(self._routers_see_both, 60)
         self.kills.append({"server": name, "after": over, "up_again_s": round(time.monotonic() - killed, 1)})
         self.up.set()
+
+    def _routers_see_both(self) -> bool:
+        return all(router.health() == 200 for router in self.routers.values())
 
     # -------------------------------------------------------- the verdict
 
@@ -182,7 +153,9 @@ def test_soak(bench: Any, keep: Any) -> None:
     draw = random.Random(seed)  # noqa: S311
     prefill, decode, single = bench.start("prefill"), bench.start("decode"), bench.start_single("single")
     bench.cluster.wait_ready(timeout_s=480)
-    soak = Soak(bench, prefill, decode, single, draw)
+    routers = {mode: bench.start_router(mode, prefill, decode) for mode in Mode}
+    bench.cluster.wait_ready(timeout_s=120)
+    soak = Soak(bench, prefill, decode, single, routers, draw)
     work = soak.plan(count)
     soak.wanted = [single.post(bench.completion(prompt, 60)).tokens for prompt in soak.prompts]
     victims = ["prefill"] * 3 + ["decode"] * 2
@@ -222,6 +195,7 @@ def test_soak(bench: Any, keep: Any) -> None:
         "answered_after_a_failed_transfer": sum(row.get("ok") is False for row in answered),
         "near_ties": other,
         "failed": dict(Counter(row["reason"] for row in failed)),
+        "failed_details": [row["detail"][:200] for row in failed[:: max(len(failed) // 8, 1)]],
         "failed_longest_s": max((row["seconds"] for row in failed), default=0.0),
         "failed_transfers": dict(Counter(outcome["reason"] for outcome in ended)),
         "failed_transfers_longest_s": max((outcome["seconds"] for outcome in ended), default=0.0),
@@ -238,7 +212,7 @@ def test_soak(bench: Any, keep: Any) -> None:
     assert pools == {"prefill": EMPTY, "decode": EMPTY}
     assert [row for row in other if row["gap"] >= NEAR_TIE] == []
     assert len(other) <= 0.005 * len(answered)
-    assert all(row["reason"] for row in failed)
+    assert all(row["detail"] for row in failed)
     assert result["failed_longest_s"] < limit + 5
     assert result["failed_transfers_longest_s"] < limit + 5
     assert len(answered) > count * 3 // 4
