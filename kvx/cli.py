@@ -240,13 +240,15 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 def _interface(arguments: argparse.Namespace) -> int:
     verdict = drift.examine(plugins.load().interfaces().values(), arguments.engine_interface)
-    tested = "tested" if verdict.is_tested else "not tested: its adapter wants allow_untested_engine"
+    tested = "tested" if verdict.is_tested else f"not tested: kvx is made for {verdict.tested}"
     lines = [
-        f"{verdict.engine} {verdict.version} ({tested}; tested: {verdict.tested}), compared with {verdict.reference}"
+        f"{verdict.engine} {verdict.version} ({tested}), compared with {verdict.reference}",
+        *(
+            f"{'BAD' if one.breaks else '-  '}  {one.change:<7}  {one.name}\n{'':14}{one.detail}"
+            for one in verdict.differences
+        ),
+        "The adapter fits." if verdict.fits else "The adapter does not fit.",
     ]
-    for one in verdict.differences:
-        lines.append(f"{'BAD' if one.breaks else '-  '}  {one.change:<7}  {one.name}\n              {one.detail}")
-    lines.append("The adapter fits." if verdict.fits else "The adapter does not fit.")
     _emit(arguments, "doctor.interface", {**asdict(verdict), "fits": verdict.fits}, lines)
     return 0 if verdict.fits else 1
 

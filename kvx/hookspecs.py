@@ -1,4 +1,4 @@
-"""The six hooks of kvx. Their docstrings are the contract.
+"""The seven hooks of kvx. Their docstrings are the contract.
 
 A plugin is a module named by an entry point of the group `kvx`; its functions are marked with
 `hookimpl`. Importing it may cost nothing but the standard library and kvx: engines load it in
@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # a plugin's module imports this one, and shall cost its host
 
     from kvx.checks import Check
     from kvx.core.model import InstanceInfo, Mode, Outcome
+    from kvx.drift import Adapter
     from kvx.driver import EngineDriver, RequestInfo
     from kvx.transport import TransportFactory
 
@@ -40,6 +41,14 @@ def kvx_drivers() -> Mapping[str, EngineDriver]:  # type: ignore[empty-body]
     """Engines that this plugin can start and talk to, by name.
 
     Called once per process, by commands that start or inspect engines; never inside an engine.
+    """
+
+
+@hookspec
+def kvx_interfaces() -> Mapping[str, Adapter]:  # type: ignore[empty-body]
+    """What this plugin's adapters need of their engines, by the names of the drivers.
+
+    Called by `kvx doctor --engine-interface` only.
     """
 
 

@@ -22,6 +22,7 @@ from kvx.core.errors import ConfigError, PluginError, TransportError
 if TYPE_CHECKING:  # loading plugins shall cost their host next to nothing
     from kvx.checks import Check
     from kvx.core.model import InstanceInfo, Mode, Outcome
+    from kvx.drift import Adapter
     from kvx.driver import EngineDriver, RequestInfo
     from kvx.transport import Transport, TransportFactory
 
@@ -98,6 +99,13 @@ class Plugins:
         if name not in drivers:
             raise self._missing("engine", name, drivers)
         return drivers[name]
+
+    def interfaces(self) -> dict[str, Adapter]:
+        """What each adapter needs of its engine, by name."""
+        found: dict[str, Adapter] = {}
+        for plugin, adapters in self._ask("kvx_interfaces"):
+            found.update(self._named(plugin, adapters))
+        return found
 
     def checks(self, sections: Mapping[str, Mapping[str, Any]]) -> list[Check]:
         """What each plugin has to tell about this environment."""

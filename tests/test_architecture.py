@@ -31,7 +31,7 @@ FORBIDDEN = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
 PURE = {"kvx", "kvx.core.errors", "kvx.core.events", "kvx.core.model"}
 ADAPTER = PURE | {
     *("kvx.core.layout", "kvx.engine", "kvx.driver", "kvx.dialect", "kvx.instance", "kvx.config", "kvx.tracing"),
-    *("kvx.hookspecs", "kvx.address", "kvx.params", "kvx.used"),
+    *("kvx.hookspecs", "kvx.address", "kvx.params", "kvx.used", "kvx.drift"),
 }
 ALLOWED = {
     "kvx_tcp": PURE | {"kvx.transport", "kvx.hookspecs", "kvx.memory"},

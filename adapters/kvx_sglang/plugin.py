@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from kvx.hookspecs import hookimpl
 
 if TYPE_CHECKING:
+    from kvx.drift import Adapter
     from kvx.driver import EngineDriver
 
 
@@ -19,6 +20,13 @@ def kvx_drivers() -> Mapping[str, EngineDriver]:
     from kvx_sglang.driver import SglangDriver
 
     return {"sglang": SglangDriver()}
+
+
+@hookimpl
+def kvx_interfaces() -> Mapping[str, Adapter]:
+    from kvx_sglang.interface import SGLANG
+
+    return {"sglang": SGLANG}
 
 
 def load() -> None:

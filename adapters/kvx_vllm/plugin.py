@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from kvx.hookspecs import hookimpl
 
 if TYPE_CHECKING:
+    from kvx.drift import Adapter
     from kvx.driver import EngineDriver
 
 CONNECTOR = "KvxConnector"
@@ -20,6 +21,13 @@ def kvx_drivers() -> Mapping[str, EngineDriver]:
     from kvx_vllm.driver import VllmDriver
 
     return {"vllm": VllmDriver()}
+
+
+@hookimpl
+def kvx_interfaces() -> Mapping[str, Adapter]:
+    from kvx_vllm.interface import VLLM
+
+    return {"vllm": VLLM}
 
 
 def register() -> None:
