@@ -72,7 +72,7 @@ class SglangDriver:
             else:
                 # A CPU has no other place to which a retracted request's pages could go.
                 command += ["--disaggregation-decode-retraction-backup", "cpu_tensor"]
-        return Launch((*command, *server.arguments), env, "/health", address)
+        return Launch((*command, *server.arguments), env, "/ready", address)
 
     def small_model(self, folder: str) -> SmallModel:
         arguments = (
