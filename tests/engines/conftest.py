@@ -9,6 +9,7 @@ import os
 import random
 import re
 import secrets
+import socket
 import subprocess
 import sys
 import time
@@ -202,8 +203,15 @@ class Bench:
             time.sleep(0.02)
         return False
 
-    def start(self, name: str, *arguments: str, env: Mapping[str, str] | None = None, **options: Any) -> Instance:
-        http_port, control_port = free_ports(2)
+    def start(
+        self, name: str, *arguments: str, env: Mapping[str, str] | None = None, ranks: int = 1, **options: Any
+    ) -> Instance:
+        control_port = _ports_in_a_row(ranks)
+        http_port = next(
+            port for port in free_ports(ranks + 1) if port not in range(control_port, control_port + ranks)
+        )
+        if ranks > 1:
+            arguments = (*arguments, "--tensor-parallel-size", str(ranks))
         control = f"127.0.0.1:{control_port}"
         events = self.cluster.logs / f"{name}.events.jsonl"
         given = {**SHORT, "listen": control, "event_log": str(events), **options}
@@ -276,6 +284,17 @@ class Bench:
             leg = self.dialect.prefill_leg(body, mode, transfer)
             first = pool.submit(later, prefill, leg, prefill_delay_s).result()
             return Served(first, second.result())
+
+
+def _ports_in_a_row(count: int) -> int:
+    """The first of so many free ports: rank i listens on the control port plus i."""
+    for _ in range(100):
+        (first,) = free_ports(1)
+        with contextlib.ExitStack() as held, contextlib.suppress(OSError):
+            for port in range(first, first + count):
+                held.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            return first
+    raise OSError(f"no {count} free ports in a row")
 
 
 def _mutated(options: Mapping[str, Any]) -> tuple[str, str]:
