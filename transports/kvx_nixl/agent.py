@@ -131,10 +131,14 @@ class Agent:
         found: dict[str, list[bytes]] = self._call("progress", self._nixl.get_new_notifs)
         return found
 
-    def close(self) -> None:
-        """Deregister and destroy."""
+    def deregister(self) -> None:
+        """Give the memory back. This stops no WRITE that is on its way to it."""
         while self._registered:
             self._call("deregistering", self._nixl.deregister_memory, self._registered.pop())
+
+    def close(self) -> None:
+        """Deregister and destroy."""
+        self.deregister()
         self._nixl = None
 
 

@@ -1,4 +1,4 @@
-"""What NIXL costs here: preparing and posting many pieces, being idle, waking up."""
+"""What NIXL costs here: copies beside other ways, preparing and posting many pieces, being idle, waking up."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from kvx import plugins
+from kvx.bench import transport
 from kvx.bench.child import Child
 from kvx.bench.slab import Slab
 from kvx.bench.target import INITIATOR, STAMPS, TARGET, info
@@ -25,6 +26,19 @@ from kvx_nixl.agent import Agent
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 PIECES = 131_072
+REPEAT = 10
+
+
+@pytest.mark.parametrize("pieces", [1, 64, 4096])
+def test_copies_beside_tcp_and_plain_sockets(sections: dict[str, dict[str, Any]], keep: Any, pieces: int) -> None:
+    """64 MiB each way, in turns."""
+    load = os.getloadavg()[0]
+    found = transport.run(("tcp", *sections), pieces=pieces, repeat=REPEAT, options=sections)
+    keep("bench-transport", f"{pieces} pieces", load=load, **found)
+    assert all(row["verified"] and len(row["samples"]) == REPEAT for row in found["results"])
+    assert {(row["name"], row["op"]) for row in found["ratios"]} == {
+        (name, op.value) for name in ("tcp", *sections) for op in Op
+    }
 
 
 @pytest.mark.parametrize("op", Op)
@@ -76,21 +90,21 @@ def test_an_idle_pair_and_its_first_operation(name: str, sections: dict[str, dic
     """An idle process takes less than 2 % of a core; the first operation after that pays for waking up."""
     secret = secrets.token_bytes(32)
     here = Slab(4096, 1, seed=1)
-    transport = plugins.make_transport(name, {**sections[name], "peer": str(INITIATOR), "secret": secret})
+    mine = plugins.make_transport(name, {**sections[name], "peer": str(INITIATOR), "secret": secret})
     setup = {"transport": name, "options": sections[name], "secret": base64.b64encode(secret).decode()}
     try:
-        transport.register([here.region])
+        mine.register([here.region])
         with Child("kvx.bench.target", setup | {"bytes": 4096, "pieces": 1}) as child:
-            transport.connect(info(TARGET), base64.b64decode(child.hello["metadata"]))
-            child.ask({"metadata": base64.b64encode(transport.metadata()).decode()})
+            mine.connect(info(TARGET), base64.b64decode(child.hello["metadata"]))
+            child.ask({"metadata": base64.b64encode(mine.metadata()).decode()})
             done = iter(range(1, 10_000))
 
             def copy(op: Op) -> float:
                 op_id, started = next(done), time.perf_counter()
-                transport.post(op_id, TARGET, op, here.descriptors, Slab(4096, 1, seed=2).descriptors, STAMPS[op])
+                mine.post(op_id, TARGET, op, here.descriptors, Slab(4096, 1, seed=2).descriptors, STAMPS[op])
                 while True:
-                    select.select([transport], [], [], 5.0)
-                    for one in transport.poll():
+                    select.select([mine], [], [], 5.0)
+                    for one in mine.poll():
                         assert isinstance(one, OpDone), one
                         return time.perf_counter() - started
 
@@ -99,17 +113,17 @@ def test_an_idle_pair_and_its_first_operation(name: str, sections: dict[str, dic
             for _ in range(8):
                 for op in Op:
                     select.select([], [], [], 0.8)
-                    transport.poll()
+                    mine.poll()
                     cold[op].append(copy(op))
             select.select([], [], [], 1.0)
-            transport.poll()
+            mine.poll()
             before = [_cpu_s(pid) for pid in (os.getpid(), child.pid)]
             for _ in range(10):
-                select.select([transport], [], [], 1.0)
-                transport.poll()
+                select.select([mine], [], [], 1.0)
+                mine.poll()
             shares = [100 * (_cpu_s(pid) - old) / 10 for pid, old in zip((os.getpid(), child.pid), before, strict=True)]
     finally:
-        transport.close()
+        mine.close()
     keep(
         "nixl-measures",
         f"{name} idle, and 4096 bytes",
