@@ -128,7 +128,15 @@ def _providers() -> Check:
     except (OSError, subprocess.TimeoutExpired) as error:
         return Check("libfabric providers", False, f"fi_info: {error}", "reinstall libfabric")
     names = [line.rstrip(":") for line in done.stdout.splitlines() if line.endswith(":")]
-    return Check("libfabric providers", True, ", ".join(names) or "none")
+    return providers(names, efa.devices())
+
+
+def providers(names: list[str], devices: list[str]) -> Check:
+    """Where there are EFA devices, libfabric has to have the provider for them."""
+    detail = ", ".join(names) or "none"
+    if devices and "efa" not in names:
+        return Check("libfabric providers", False, detail, "install the EFA driver's libfabric: this one has no efa")
+    return Check("libfabric providers", True, detail)
 
 
 def _devices() -> Check:

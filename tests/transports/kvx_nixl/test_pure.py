@@ -16,7 +16,7 @@ from kvx.core.errors import ConfigError, RemoteProtocolError, TransportError
 from kvx.core.model import Descriptors, Region
 from kvx_nixl.agent import NixlError, agent_of
 from kvx_nixl.backends import LIBFABRIC, UCX
-from kvx_nixl.checks import examine, locked_memory, symbol_version
+from kvx_nixl.checks import examine, locked_memory, providers, symbol_version
 from kvx_nixl.efa import devices
 from kvx_nixl.moves import bounds, note, read_note, split
 from kvx_nixl.options import Options
@@ -194,6 +194,12 @@ def test_locked_memory_matters_where_there_is_a_device() -> None:
     assert locked_memory(resource.RLIM_INFINITY, True).ok and locked_memory(8 << 20, False).ok
     low = locked_memory(8 << 20, True)
     assert not low.ok and "memlock" in low.fix
+
+
+def test_efa_devices_need_their_provider() -> None:
+    assert providers(["tcp", "efa"], ["rdmap0"]).ok and providers(["tcp"], []).ok
+    without = providers(["tcp"], ["rdmap0"])
+    assert not without.ok and without.fix
 
 
 def test_where_nixl_is_not_installed_it_is_one_line_and_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
