@@ -21,8 +21,17 @@ from kvx.cluster import free_ports
 
 PAGE, LAYERS, PAGES, HEADS, ROWS = 16, 3, 32, 4, 8
 QUICK = {
-    **{"lease_s": 6, "lost_s": 1.5, "keepalive_s": 0.5, "grace_s": 2, "drain_limit_s": 1, "handshake_s": 2},
-    **{"ack_wait_s": 3, "op_timeout_s": 3, "quarantine_s": 0.2, "patience_s": 8, "part_gap_s": 4},
+    "lease_s": 6,
+    "lost_s": 1.5,
+    "keepalive_s": 0.5,
+    "grace_s": 2,
+    "drain_limit_s": 1,
+    "handshake_s": 2,
+    "ack_wait_s": 3,
+    "op_timeout_s": 3,
+    "quarantine_s": 0.2,
+    "patience_s": 8,
+    "part_gap_s": 4,
 }
 FAILED, BOOTSTRAPPING, WAITING, TRANSFERRING, SUCCESS = range(5)
 
@@ -138,8 +147,8 @@ class Rig:
         receiver.init(0)
         return receiver
 
-    def kill(self, manager: Any) -> None:
-        """Its process would be gone: no word to anybody."""
+    def stop(self, manager: Any) -> None:
+        """As when its server is stopped."""
         self._managers.remove(manager)
         _close(manager)
 
@@ -152,7 +161,7 @@ def _close(manager: Any) -> None:
     manager.kvx.close()
     if hasattr(manager, "_heartbeat_shutdown"):
         manager._heartbeat_shutdown.set()
-    manager.server_socket.close(0)
+    manager._zmq_ctx.destroy(linger=0)
 
 
 def _toml(options: dict[str, Any]) -> str:
