@@ -165,6 +165,41 @@ def test_the_second_turn_asks_for_what_is_new(pair: Pair) -> None:
         assert told["bytes"] == (2 if mode is Mode.PUSH else 1) * BLOCK_BYTES
 
 
+@pytest.mark.parametrize("mode", Mode)
+def test_legs_of_different_prompts_move_no_byte(pair: Pair, mode: Mode) -> None:
+    one, other = prompts(17 if mode is Mode.PUSH else 19, [100, 100])
+    transfer = secrets.token_hex(8)
+    prefill_leg = DIALECT.prefill_leg(completion(one), mode, transfer)
+    if mode is Mode.PULL:
+        told = pair.prefill.post(prefill_leg)
+        answer = pair.decode.post(DIALECT.decode_leg(completion(other), mode, transfer, prefill_answer=told))
+    else:
+        leg = DIALECT.decode_leg(completion(other), mode, transfer, prefill_address=pair.prefill.control)
+        with ThreadPoolExecutor(1) as pool:
+            decoded = pool.submit(pair.decode.post, leg)
+            pair.prefill.post(prefill_leg)
+            answer = decoded.result()
+    kvx = answer["kv_transfer_params"]["kvx"]
+    assert (kvx["ok"], kvx["reason"], kvx["computed_tokens"]) == (False, "prompt", 100)
+    assert tokens_of(answer) == tokens_of(pair.decode.post(completion(other)))
+    assert pair.settle()
+
+
+def test_a_push_brings_the_tokens_that_the_producer_has(pair: Pair) -> None:
+    (prompt,) = prompts(18, [100])
+    transfer = secrets.token_hex(8)
+    leg = DIALECT.decode_leg(completion(prompt), Mode.PUSH, transfer, prefill_address=pair.prefill.control)
+    leg["kv_transfer_params"]["kvx"]["tokens"] = 70
+    with ThreadPoolExecutor(1) as pool:
+        decoded = pool.submit(pair.decode.post, leg)
+        pair.prefill.post(DIALECT.prefill_leg(completion(prompt[:70]), Mode.PUSH, transfer))
+        answer = decoded.result()
+    kvx = answer["kv_transfer_params"]["kvx"]
+    assert (kvx["ok"], kvx["bytes"], kvx["computed_tokens"]) == (True, 5 * BLOCK_BYTES, 30)
+    assert tokens_of(answer) == tokens_of(pair.prefill.post(completion(prompt)))
+    assert pair.settle()
+
+
 def test_a_control_whose_bytes_are_dropped_gives_other_tokens(cluster: Cluster, folder: Path) -> None:
     dropping = start(cluster, folder, transports=["kvx_conformance.faults:dropping"])
     equal = []
