@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvx.core.errors import ConfigError, RemoteProtocolError, TransportError
@@ -26,6 +26,7 @@ from kvx_nixl.words import Contact, Introduce, Landed, Reader, Ring, agents_of, 
 AGENT = b"nixlSerDes|Agent" + (5).to_bytes(8, "little") + b"a/0/1" + b"|Conns"
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 900), min_size=1, max_size=20), st.integers(1, 700))
 def test_split_pieces_hold_the_same_bytes(lengths: list[int], limit: int) -> None:
     starts = np.cumsum([0, *[length + 10 for length in lengths[:-1]]])
@@ -36,6 +37,7 @@ def test_split_pieces_hold_the_same_bytes(lengths: list[int], limit: int) -> Non
     assert np.array_equal(*bytes_of)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 100), max_size=80), st.integers(100, 400), st.integers(1, 9))
 def test_posts_take_each_piece_once_and_are_bounded(lengths: list[int], nbytes: int, pieces: int) -> None:
     posts = list(bounds(np.array(lengths, dtype=np.uint64), nbytes, pieces))
@@ -45,6 +47,7 @@ def test_posts_take_each_piece_once_and_are_bounded(lengths: list[int], nbytes: 
         assert stop - start <= pieces
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=40))
 def test_a_foreign_notification_is_no_note(data: bytes) -> None:
     found = read_note(data)
@@ -101,6 +104,7 @@ def test_a_peer_cannot_introduce_damaged_metadata_or_another_ones_agent() -> Non
             bad.check("a#0", b"i" * 16)
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=300))
 def test_a_stream_of_anything_ends_in_one_kind_of_error(data: bytes) -> None:
     reader = Reader()
