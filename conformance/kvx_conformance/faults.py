@@ -173,6 +173,14 @@ class GatedRegionAccess(Gate, RegionAccess):
     """Both: a writer that is held back, and a target that cannot keep it out."""
 
 
+class StubbornRegionAccess(GatedRegionAccess):
+    """What is held back cannot be cancelled either: it ends when the gate opens."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return evolve(super().capabilities, cancel=False)
+
+
 def dropping(options: Mapping[str, Any]) -> Transport:
     return DropsBytes(options)
 

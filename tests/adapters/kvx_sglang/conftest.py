@@ -5,6 +5,7 @@ Imported without SGLang too, by the tests of what does not need it.
 
 from __future__ import annotations
 
+import json
 import os
 import time
 import tomllib
@@ -173,7 +174,7 @@ def _toml(options: dict[str, Any]) -> str:
 
 
 def _value(value: Any) -> str:
-    return str(value) if isinstance(value, int | float) else repr(value).replace("'", '"')
+    return json.dumps(value)
 
 
 class Context:

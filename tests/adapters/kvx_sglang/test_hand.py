@@ -247,6 +247,62 @@ def test_a_room_may_be_used_again(pair: Pair) -> None:
     pair.clean()
 
 
+# ------------------------------------------------------------- pages that may be written
+
+
+def gated(rig: Any, kind: str) -> tuple[Pair, Any]:
+    """A pair whose bytes wait while a file exists."""
+    gate = rig.folder / "gate"
+    name = f"kvx_conformance.faults:{kind}"
+    pair = Pair(rig, transports=[name], drain_limit_s=8, grace_s=10, lease_s=12, **{name: {"gate": str(gate)}})
+    gate.touch()
+    return pair, gate
+
+
+def test_decode_s_pages_are_safe_at_once_where_the_transport_can_forbid(rig: Any) -> None:
+    pair, gate = gated(rig, "Gate")
+    before = pair.d.copy()
+    sender, receiver = pair.meet([9, 3])
+    sender.send(ints(1, 2))
+    pair.rig.until("its bytes are under way", lambda: "moving" in str(pair.pm.kvx.snapshot()["open"]))
+    receiver.abort()
+    pair.rig.until("its pages are safe", lambda: pair.dm.is_abort_release_safe(receiver.bootstrap_room, 1), 0.5)
+    gate.unlink()
+    pair.fail(sender, receiver)
+    pair.clean()
+    assert all((old == new).all() for old, new in zip(before, pair.d.copy(), strict=True))
+
+
+def test_decode_s_pages_are_held_until_prefill_has_stopped_where_the_transport_cannot(rig: Any) -> None:
+    pair, gate = gated(rig, "StubbornRegionAccess")
+    sender, receiver = pair.meet([9, 3])
+    sender.send(ints(1, 2))
+    pair.rig.until("its bytes are under way", lambda: "moving" in str(pair.pm.kvx.snapshot()["open"]))
+    receiver.abort()
+    assert receiver.poll() == FAILED, "the client need not wait"
+    pair.rig.until("prefill drains", lambda: "draining" in str(pair.pm.kvx.snapshot()["open"]))
+    for _ in range(50):
+        assert not pair.dm.is_abort_release_safe(receiver.bootstrap_room, 1)
+        assert sender.poll() == WAITING, "its pages are still read"
+    gate.unlink()
+    pair.rig.until("its pages are safe", lambda: pair.dm.is_abort_release_safe(receiver.bootstrap_room, 1))
+    pair.fail(sender, receiver)
+    pair.clean()
+
+
+def test_a_failure_of_prefill_is_held_back_while_its_pages_are_read(rig: Any) -> None:
+    pair, gate = gated(rig, "StubbornRegionAccess")
+    sender, receiver = pair.meet([9, 3])
+    sender.send(ints(1))
+    pair.rig.until("its bytes are under way", lambda: "moving" in str(pair.pm.kvx.snapshot()["open"]))
+    sender.abort()
+    pair.rig.until("it drains", lambda: "draining" in str(pair.pm.kvx.snapshot()["open"]))
+    assert [sender.poll() for _ in range(50)] == [WAITING] * 50
+    gate.unlink()
+    assert pair.fail(sender, receiver) == ["Aborted by AbortReq.", "kvx: aborted: Aborted by AbortReq."]
+    pair.clean()
+
+
 # ------------------------------------------------------------ what SGLang does not compare
 
 
