@@ -47,17 +47,19 @@ test-deep: env fuzz ## slow tests, 20,000 hostile inputs, all mutants and 10,000
 fuzz: env ## hostile bytes and peers; INPUTS=1000000 make fuzz for a long run
 	$(PY) -m kvx_conformance.fuzz --inputs $(INPUTS) --json $(RUN)/fuzz.json
 
-test-engines: env-vllm env-nixl ## real vLLM servers, and NIXL, on this machine's CPUs
+test-engines: env-vllm env-nixl env-sglang ## real servers of vLLM and SGLang, and NIXL, on this machine's CPUs
 	$(NIXL) $(PYTEST) $(RUN)/test-engines-nixl.xml -m "nixl and not slow" tests/transports/kvx_nixl
 	$(VLLM) $(PYTEST) $(RUN)/test-engines-vllm.xml -m "vllm and not soak" tests/engines tests/adapters
+	$(SGLANG) $(PYTEST) $(RUN)/test-engines-sglang.xml -m "sglang and not slow and not soak" tests/engines tests/adapters
 
 self-test: env ## does the conformance suite find what is broken on purpose? many minutes
 	@mkdir -p $(RUN)
 	.venv/bin/kvx conformance self-test --json $(RUN)/self-test.json --html $(RUN)/self-test.html
 
-soak: env-vllm ## 1,000 requests through a pair of vLLM of which clients leave and servers are killed
+soak: env-vllm env-sglang ## requests through a pair of vLLM and one of SGLang; clients leave, servers are killed
 	@mkdir -p $(RUN)
-	EVIDENCE=$${EVIDENCE:-$(RUN)} $(VLLM) $(PYTEST) $(RUN)/soak.xml -s -m soak tests/engines
+	EVIDENCE=$${EVIDENCE:-$(RUN)} $(VLLM) $(PYTEST) $(RUN)/soak.xml -s -m "vllm and soak" tests/engines
+	EVIDENCE=$${EVIDENCE:-$(RUN)} $(SGLANG) $(PYTEST) $(RUN)/soak-sglang.xml -s -m "sglang and soak" tests/engines
 
 check: env ## lint, format, types and import contracts
 	.venv/bin/ruff check

@@ -81,6 +81,10 @@ class Instance:
     events: Path
     env: Mapping[str, str]
 
+    @property
+    def url(self) -> str:
+        return f"http://{self.server.host}:{self.server.port}"
+
     def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None, limit_s: float = 120.0) -> Answer:
         started = time.monotonic()
         connection = http.client.HTTPConnection(self.server.host, self.server.port, timeout=limit_s)
