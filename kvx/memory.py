@@ -6,12 +6,44 @@ import ctypes
 from collections.abc import Sequence
 
 import numpy as np
+from attrs import define, field
 from numpy.typing import NDArray
 
 from kvx.core.errors import TransportError
 from kvx.core.model import Descriptors, Region
 
 Int64s = NDArray[np.int64]
+
+
+def _none() -> Int64s:
+    return np.zeros(0, dtype=np.int64)
+
+
+@define
+class Ranges:
+    """Sorted, disjoint ranges [starts, ends) on the line of registered memory: what a target permits, for instance."""
+
+    starts: Int64s = field(factory=_none)
+    ends: Int64s = field(factory=_none)
+
+    def add(self, starts: Int64s, ends: Int64s) -> None:
+        """Further ranges, in any order; those that touch become one."""
+        starts, ends = np.concatenate((self.starts, starts)), np.concatenate((self.ends, ends))
+        order = np.argsort(starts, kind="stable")
+        starts, reach = starts[order], np.maximum.accumulate(ends[order])
+        if len(starts):
+            first = np.concatenate(([True], starts[1:] > reach[:-1]))
+            last = np.concatenate((first[1:], [True]))
+            self.starts, self.ends = starts[first], reach[last]
+
+    def cover(self, starts: Int64s, ends: Int64s) -> bool:
+        """Does each of these lie in one of mine?"""
+        if not len(starts):
+            return True
+        if not len(self.starts):
+            return False
+        at = np.searchsorted(self.starts, starts, "right") - 1
+        return bool(((at >= 0) & (ends <= self.ends[at])).all())
 
 
 class Memory:
@@ -27,6 +59,7 @@ class Memory:
         # Regions side by side on one line, a gap after each so that neighbours never merge.
         self._start: Int64s = np.cumsum(self._length + 1) - (self._length + 1)
         self._views = [_view(region) for region in ordered]
+        self._base: Int64s = np.array([region.base for region in ordered], dtype=np.int64)
 
     def locate(self, pieces: Descriptors) -> Int64s:
         """Slot of each piece's region. Raises TransportError if any byte of a piece is not registered."""
@@ -51,6 +84,15 @@ class Memory:
     def line(self, slot: Int64s, offset: Int64s) -> Int64s:
         """Position of located pieces on one line on which no two regions touch."""
         return self._start[slot] + offset
+
+    def stretches(self, pieces: Descriptors) -> tuple[Int64s, Int64s]:
+        """Start and end of each piece on that line. Raises TransportError if any byte is not registered."""
+        starts = self.line(self.locate(pieces), pieces.offset)
+        return starts, starts + pieces.length
+
+    def addresses(self, pieces: Descriptors) -> Int64s:
+        """Virtual address of each piece. Raises TransportError if any byte of a piece is not registered."""
+        return self._base[self.locate(pieces)] + pieces.offset
 
     def cut(self, slots: list[int], offsets: list[int], lengths: list[int]) -> list[memoryview]:
         """Writable views of located pieces."""
