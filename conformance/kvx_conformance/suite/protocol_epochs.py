@@ -81,7 +81,10 @@ def restarted(context: Context) -> None:
         line = facing.peer.dial(encounter.toy.info.address).greet()
         facing.peer.learn(line)
         facing.hand_over()
-        encounter.fails(facing.transfer, Reason.EPOCH)
+        # A leg whose transport has seen its peer's end is not open any more when the new epoch is proven.
+        moving = facing.side is Side.INITIATOR and facing.step is Step.MOVING
+        earlier = (Reason.PEER_LOST, Reason.TRANSPORT) if moving else ()
+        encounter.fails(facing.transfer, Reason.EPOCH, *earlier)
     encounter.over()
 
 
