@@ -215,7 +215,8 @@ class Context:
         self.boot: Any = None
 
     def ranks(self, rank: int, size: int) -> Any:
-        return self._parallel.override(tp_rank=rank, attn_tp_rank=rank, tp_size=size, attn_tp_size=size)
+        sizes = {"tp_size": size, "attn_tp_size": size, "moe_tp_size": size}
+        return self._parallel.override(tp_rank=rank, attn_tp_rank=rank, moe_tp_rank=rank, **sizes)
 
     def start(self) -> None:
         self.boot = self.bootstrap_class("127.0.0.1", self.port)
