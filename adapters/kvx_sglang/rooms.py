@@ -22,7 +22,7 @@ from kvx_sglang.layout import KV, Pools
 MAX_REMEMBERED = 1 << 16
 """Rooms of which a side remembers that they were there. Rooms are random, so what is forgotten does no harm."""
 
-_NAME = re.compile(r"(\d{1,20})\.[0-9a-f]{1,16}\.\d{1,9}")
+_NAME = re.compile(r"([0-9]{1,20})\.[0-9a-f]{1,16}\.[0-9]{1,9}")
 
 T = TypeVar("T")
 Put = Callable[[Sequence[EngineEvent]], None]
