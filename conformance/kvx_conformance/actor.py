@@ -65,7 +65,8 @@ class Call:
     """What an engine says. Counts are in tokens; a block that `tokens` reaches into is meant as a whole.
 
     `do` is expose, stage, claim, abort or drain. Tokens from `start` (a multiple of the block
-    size) to `stop` are handed over, of a prompt of `tokens`; `content` decides their bytes.
+    size) to `stop` are handed over, of a prompt of `tokens`; `content` decides their bytes, `prompt` is what the
+    engine gives as their digest.
     """
 
     who: str
@@ -81,6 +82,7 @@ class Call:
     content: int = 7
     lease_s: float | None = None
     reason: Reason = Reason.ABORTED
+    prompt: str = ""
 
     @property
     def role(self) -> Role:
@@ -124,11 +126,12 @@ class Actor:
             case "expose":
                 job = self._job(call)
                 part = self._part(job, call)
-                event: EngineEvent = Expose(transfer, mode, part.blocks, part.first, call.tokens, lease_s, address)
+                place = (part.blocks, part.first, call.tokens)
+                event: EngineEvent = Expose(transfer, mode, *place, lease_s, address, call.prompt)
                 job.finished = True
             case "stage":
                 job = self._job(call)
-                event = Stage(transfer, mode, self._part(job, call), call.last, call.tokens, ticket)
+                event = Stage(transfer, mode, self._part(job, call), call.last, call.tokens, ticket, call.prompt)
                 job.finished = call.last
             case "claim":
                 self._job(call)

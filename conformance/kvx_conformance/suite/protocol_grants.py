@@ -361,6 +361,34 @@ def prompts_differ(context: Context) -> None:
     encounter.over()
 
 
+@case(
+    "KVX-DAT-004",
+    "digests-differ",
+    "A grant brings the digest of its prompt. The engine's part is of a prompt of another digest: the transfer fails "
+    "with `prompt`, the owner hears Stopped, and no byte moves. With the same digest it is well.",
+    needs=WRITE,
+)
+def digests_differ(context: Context) -> None:
+    encounter = Encounter(context)
+    for ours, theirs in (("aa", "bb"), ("aa", "aa")):
+        facing = encounter.facing(f"{ours}-{theirs}", Mode.PUSH, Side.INITIATOR).to(Step.EXPOSED)
+        facing.peer.permit(facing.grant, facing.theirs)
+        facing.line.say(facing.peer.granting(facing.grant, facing.theirs, prompt=theirs))
+        facing.line.barrier()
+        facing.call("stage", prompt=ours)
+        if ours != theirs:
+            context.check(
+                facing.line.hear(Stopped, facing.transfer).reason is Reason.PROMPT, "another reason than prompt"
+            )
+            encounter.fails(facing.transfer, Reason.PROMPT)
+            untouched(facing)
+        else:
+            facing.hear_done()
+            facing.step = Step.SETTLING
+            facing.well()
+    encounter.over()
+
+
 # ------------------------------------------------------------------------------ legs
 
 
