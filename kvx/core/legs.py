@@ -196,8 +196,10 @@ def moved(t: Transfer, leg: Leg, first: tuple[int, ...], own: Layout) -> tuple[P
 
 def misfit(t: Transfer, leg: Leg) -> tuple[Reason, str] | None:
     """Initiator: why nothing, or nothing more, may be moved for what both engines have said; or None."""
+    assert leg.grant is not None
     if t.prompt and leg.prompt and t.prompt != leg.prompt:
-        return Reason.PROMPT, f"another prompt: its digest is {t.prompt} here and {leg.prompt} at the peer"
+        here, there = f"{t.tokens} tokens with digest {t.prompt}", f"{leg.grant.tokens} with {leg.prompt}"
+        return Reason.PROMPT, f"another prompt: {here} here, {there} at the peer"
     problem = incomplete(t, leg) if t.last else None
     return (Reason.BOUNDS, problem) if problem else None
 
