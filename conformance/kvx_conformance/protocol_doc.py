@@ -93,9 +93,15 @@ def _default(value: Any) -> str:
         return "{}"
     if isinstance(value, Enum):
         return str(value.value)
-    return {"None": "nil", "True": "true", "False": "false", "()": "[]", "b''": "empty", "": "empty"}.get(
-        str(value), str(value)
-    )
+    return {
+        "None": "nil",
+        "True": "true",
+        "False": "false",
+        "()": "[]",
+        "b''": "empty",
+        "": "empty",
+        "UNSET": "left out",
+    }.get(str(value), str(value))
 
 
 def _name(kind: type) -> str:
