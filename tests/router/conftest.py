@@ -16,7 +16,7 @@ from attrs import define, field
 from kvx.config import Options
 from kvx.core.model import Mode
 from kvx.dialect import CompletionsDialect
-from kvx.driver import RequestInfo
+from kvx.driver import Dialect, RequestInfo
 from kvx.router.app import Router
 from kvx.router.settings import Settings, instances
 from kvx.router.upstream import Limits
@@ -140,6 +140,7 @@ async def _world(
     addresses: bool = False,
     wait: bool = True,
     api_key: str = "",
+    dialect: Dialect | None = None,
 ) -> AsyncIterator[World]:
     async with AsyncExitStack() as stack:
         for fake in (*prefill, *decode):
@@ -152,7 +153,7 @@ async def _world(
                 prefill=pools[0],
                 decode=pools[1],
                 mode=mode,
-                dialect=CompletionsDialect(),
+                dialect=dialect or CompletionsDialect(),
                 wish=wish,
                 options=options or Options(),
                 limits=limits or Limits(),

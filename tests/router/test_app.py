@@ -15,6 +15,7 @@ from kvx.core.messages import Ack
 from kvx.core.model import Mode
 from kvx.router import app as router_app
 from kvx.router.upstream import Limits
+from kvx_sglang.dialect import SglangDialect
 
 MODES = [Mode.PUSH, Mode.PULL]
 
@@ -233,6 +234,24 @@ def test_a_push_that_was_answered_is_not_withdrawn(world: Any, fake: Any, releas
             assert (await w.complete())[0] == 200
 
     asyncio.run(scenario())
+    assert released == []
+
+
+def test_legs_that_meet_at_an_address_know_it_and_nothing_is_withdrawn(
+    world: Any, fake: Any, released: list[Any]
+) -> None:
+    """As SGLang's do: the decode side names the transfer, so a router has no name by which to withdraw it."""
+
+    async def scenario() -> list[Any]:
+        prefill = fake("p", address="127.0.0.1:8998")
+        async with world(Mode.PUSH, [prefill], [fake("d", broken)], addresses=True, dialect=SglangDialect()) as w:
+            assert (await w.complete())[0] == 503
+            await w.until(lambda: w.prefill[0].bodies)
+            return [one.bodies[0] for one in (w.prefill[0], w.decode[0])]
+
+    legs = asyncio.run(scenario())
+    assert {(leg["bootstrap_host"], leg["bootstrap_port"]) for leg in legs} == {("127.0.0.1", 8998)}
+    assert len({leg["bootstrap_room"] for leg in legs}) == 1
     assert released == []
 
 
