@@ -21,6 +21,7 @@ from kvx.interface import Interface, Member, Release, members, statements, synta
 
 _CALLABLE = ("method", "classmethod", "staticmethod", "function")
 _BOUND = ("method", "classmethod")
+_HANDED_IN = "used of what the engine hands in"
 
 
 @frozen
@@ -144,16 +145,16 @@ def needs(adapter: Adapter) -> Needs:
         uses += found.uses()
         derived += found.derived()
     for owner, texts in adapter.handed_in.items():
-        uses += [_declared(owner, text) for text in texts]
+        uses += [Use((owner,), "", _HANDED_IN), *(_declared(owner, text) for text in texts)]
     return Needs(tuple(uses), tuple(derived))
 
 
 def _declared(owner: str, text: str) -> Use:
     match ast.parse(text, mode="eval").body:
         case ast.Call(func=ast.Name(id=name)) as call:
-            return Use((owner,), name, "used of what the engine hands in", call)
+            return Use((owner,), name, _HANDED_IN, call)
         case ast.Name(id=name):
-            return Use((owner,), name, "used of what the engine hands in")
+            return Use((owner,), name, _HANDED_IN)
         case _:
             raise ConfigError(f"{text!r} of {owner} is neither a name nor a call")
 
@@ -232,7 +233,10 @@ def compare(adapter: Adapter, found: Interface, reference: Interface) -> list[Di
     """
     wanted = needs(adapter)
     breaks = [*_unmet(wanted.uses, found), *_unfit(wanted.derived, found, reference)]
-    kept = {one.name: one for one in breaks if one.name not in adapter.spared}
+    kept: dict[str, Difference] = {}
+    for one in breaks:
+        if one.name not in adapter.spared:
+            kept.setdefault(one.name, one)
     notes = [one for one in _news(wanted.derived, found, reference) if one.name not in kept]
     return [*kept.values(), *notes]
 
@@ -324,7 +328,7 @@ def _binding(signature: inspect.Signature, positional: int, keywords: Iterable[s
 def _unfit(derived: Iterable[Derived], found: Interface, reference: Interface) -> Iterator[Difference]:
     for one in derived:
         bases = [base for base in one.bases if found.things.get(found.owner(base)) is not None]
-        for name, own in one.members.items():
+        for name, own in one.members.items() if bases else ():
             theirs = _inherited(found, bases, name)
             before = _inherited(reference, one.bases, name)
             full = f"{one.bases[0]}.{name}"

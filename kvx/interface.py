@@ -11,6 +11,7 @@ import ast
 import importlib.metadata
 import json
 import re
+import warnings
 import zipfile
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -224,7 +225,10 @@ def extract(engine: str, package: str, found: Release, paths: Iterable[str]) -> 
     while wanted:
         path = reader.thing_path(wanted.pop())
         if path not in things:
-            things[path] = thing = reader.thing(path)
+            try:
+                things[path] = thing = reader.thing(path)
+            except RecursionError as error:
+                raise ConfigError(f"{path} is nested too deeply to be read") from error
             wanted += [base for base in thing.bases if base.startswith(f"{package}.")] if thing else []
     return Interface(engine, found.version, things)
 
@@ -339,7 +343,9 @@ def parse(content: bytes, file: str, name: str) -> _Module:
 def syntax(content: bytes, file: str) -> ast.Module:
     """Raises ConfigError for what this Python cannot parse."""
     try:
-        return ast.parse(content, file)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # an engine's strange escapes are not this reader's
+            return ast.parse(content, file)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ConfigError(f"{file} cannot be parsed: {error}") from error
 

@@ -9,7 +9,7 @@ from kvx_vllm.versions import TESTED
 
 HERE = Path(__file__).parent
 _CACHES = "vllm.v1.kv_cache_interface"
-_CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorBase_V1"
+_BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorBase_V1"
 
 VLLM = Adapter(
     engine="vllm",
@@ -19,11 +19,7 @@ VLLM = Adapter(
     records=HERE / "interfaces",
     handed_in={
         "vllm.config.vllm.VllmConfig": (
-            "cache_config",
-            "compilation_config",
-            "model_config",
-            "parallel_config",
-            "kv_transfer_config",
+            *("cache_config", "compilation_config", "kv_transfer_config", "model_config", "parallel_config"),
         ),
         "vllm.config.cache.CacheConfig": ("cache_dtype",),
         "vllm.config.compilation.CompilationConfig": ("static_forward_context",),
@@ -37,6 +33,8 @@ VLLM = Adapter(
             *("pipeline_parallel_size", "prefill_context_parallel_size", "tensor_parallel_size"),
         ),
         "vllm.distributed.parallel_state.GroupCoordinator": ("cpu_group", "rank_in_group", "ranks", "world_size"),
+        "vllm.model_executor.layers.attention_layer_base.AttentionLayerBase": ("get_attn_backend()",),
+        "vllm.v1.attention.backend.AttentionBackend": ("get_name()",),
         "vllm.v1.core.block_pool.BlockPool": (
             *("blocks", "num_gpu_blocks", "free_blocks(blocks)", "get_num_free_blocks()", "touch(blocks)"),
         ),
@@ -57,5 +55,7 @@ VLLM = Adapter(
             *("num_prompt_tokens", "prompt_embeds", "prompt_token_ids", "request_id", "status"),
         ),
     },
-    spared={},
+    spared={
+        f"{_BASE}.get_loaded_kv_cache_group_ids": "asked since 0.32; before, a load counted for every group",
+    },
 )
