@@ -153,7 +153,7 @@ class PrefillRooms:
             return self._give_up(send, Reason.BOUNDS, f"kvx: {Reason.BOUNDS.value}: {problem}")
         send.handed, send.finished = True, last
         self.put([Stage(send.grant.transfer, Mode.PUSH, Part(None, first, blocks), last, send.tokens)])
-        return []
+        return []  # success is what kvx says when decode has it all
 
     def _uneven(self, mine: BlockTable, wanted: BlockTable) -> str | None:
         here, there = self.pools.counts(mine), self.pools.counts(wanted)

@@ -102,7 +102,7 @@ def test_metadata_never_leaves_before_the_last_chunk() -> None:
 
 def test_success_is_told_when_kvx_says_so_and_not_before() -> None:
     rooms, _, _ = bound()
-    send_all(rooms)
+    assert send_all(rooms) == []
     assert rooms.take([]) == []
     assert rooms.take([DONE, Released(NAME)]) == [Ended(ROOM, True)]
 
