@@ -29,6 +29,7 @@ PIECES = 131_072
 REPEAT = 10
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("pieces", [1, 64, 4096])
 def test_copies_beside_tcp_and_plain_sockets(sections: dict[str, dict[str, Any]], keep: Any, pieces: int) -> None:
     """64 MiB each way, in turns."""

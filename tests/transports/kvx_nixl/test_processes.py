@@ -172,6 +172,7 @@ def test_a_peer_stopped_in_mid_transfer_is_waited_for_and_nobody_else(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_kill_and_restart_rounds_leave_nothing_behind(here: Here, start: Any, keep: Any, name: str) -> None:
     seen = []
     for number in range(ROUNDS):
