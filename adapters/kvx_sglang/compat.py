@@ -74,6 +74,13 @@ def check_parallel(manager: Any) -> None:
         raise ConfigError("the allocation policy prefill_complete is not for kvx: leave it at early")
 
 
+def hold_s() -> float:
+    """How long SGLang holds the pages of a failed request back at most."""
+    from sglang.srt.environ import envs
+
+    return float(envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT.get())
+
+
 def describe_args(args: Any, server_args: Any, *, mla: bool, tp_rank: int, tp_size: int) -> Facts:
     """What SGLang's KVArgs say of one rank."""
     sliced = not mla and not args.is_hybrid_mla_backend and args.kv_layout is None

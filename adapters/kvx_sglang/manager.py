@@ -16,7 +16,7 @@ from kvx.core.errors import ConfigError
 from kvx.instance import open_instance
 from kvx_sglang import compat
 from kvx_sglang.layout import Pools, describe
-from kvx_sglang.preflight import load_options
+from kvx_sglang.preflight import HOLD, HOLD_S, load_options
 from kvx_sglang.rooms import Change, DecodeRooms, Ended, Forgotten, PrefillRooms, Ready
 
 logger = logging.getLogger("sglang.srt.disaggregation.kvx")
@@ -58,6 +58,8 @@ class KvxManager(CommonKVManager):  # type: ignore[misc]
                     "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE is off: "
                     "pages of aborted requests would be reused while they are still written"
                 )
+            if (hold_s := compat.hold_s()) < HOLD_S:
+                logger.warning("kvx: pages that may still be written are reused after %g s: set %s", hold_s, HOLD)
             self.rooms = DecodeRooms(self.kvx.put, self.pools, epoch, self.options.lease_s)
             self._start_heartbeat_checker_thread()
         logger.info("kvx: %s of %s listens on %s", disaggregation_mode.value, self.kvx.info.peer, self.kvx.info.address)

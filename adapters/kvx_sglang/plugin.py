@@ -44,6 +44,7 @@ def load() -> None:
         compat.register_backend()
         if wanted:
             preflight.check()
+            preflight.hold_pages()
     except Exception as error:  # whatever it is, a server that asked for kvx has to hear it
         if wanted:
             sys.stderr.write(f"kvx cannot start: {error}\n")

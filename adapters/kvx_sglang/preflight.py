@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Sequence
 
@@ -12,6 +13,9 @@ from kvx_sglang.versions import check_version
 
 BACKEND = "kvx"
 FLAG = "--disaggregation-transfer-backend"
+HOLD = "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT"
+"""After so many seconds SGLang reuses pages of a failed request without proof that nobody writes into them."""
+HOLD_S = 365 * 86400
 
 
 def asks_for(command_line: Sequence[str]) -> bool:
@@ -31,6 +35,11 @@ def load_options() -> Options:
     if options.mode == "pull":
         raise ConfigError("option mode is pull: SGLang's prefill waits for decode's pages, so kvx can push there only")
     return options
+
+
+def hold_pages() -> None:
+    """In the processes that are started from here time alone frees nothing, unless the operator has chosen one."""
+    os.environ.setdefault(HOLD, str(HOLD_S))
 
 
 def check() -> None:

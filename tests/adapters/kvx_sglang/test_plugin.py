@@ -112,6 +112,24 @@ def test_another_version_is_refused_unless_it_is_wanted(monkeypatch: pytest.Monk
     preflight.check()
 
 
+@pytest.mark.parametrize("chosen", [None, "60"])
+@pytest.mark.usefixtures("tested")
+def test_pages_of_failed_requests_are_not_freed_by_time(monkeypatch: pytest.MonkeyPatch, chosen: str | None) -> None:
+    """SGLang's own default frees them after 30 s."""
+    monkeypatch.setattr("kvx_sglang.compat.register_backend", lambda: None)
+    monkeypatch.setenv("KVX_LISTEN", "127.0.0.1:0")
+    monkeypatch.setenv("KVX_INSTANCE", "d")
+    monkeypatch.setenv(preflight.HOLD, chosen or "")
+    if chosen is None:
+        monkeypatch.delenv(preflight.HOLD)
+    monkeypatch.setattr(sys, "argv", ["launch_server"])
+    plugin.load()
+    assert os.environ.get(preflight.HOLD) == chosen
+    monkeypatch.setattr(sys, "argv", ASKED)
+    plugin.load()
+    assert os.environ[preflight.HOLD] == (chosen or str(preflight.HOLD_S))
+
+
 # ---------------------------------------------------------------------- in a real SGLang
 
 

@@ -49,13 +49,15 @@ def consecutive(count: int) -> int:
     raise AssertionError("no ports are free")
 
 
-def exchange(rig: Any, p: Group, d: Group, room: int) -> tuple[list[Any], list[Any]]:
+def exchange(
+    rig: Any, p: Group, d: Group, room: int, pages: tuple[int, int] = (9, 3), row: int = 6
+) -> tuple[list[Any], list[Any]]:
     for manager in d.managers:
         rig.until("all prefill ranks are known", lambda: manager.try_ensure_parallel_info(rig.address))  # noqa: B023
     senders = [rig.sender(manager, room) for manager in p.managers]
     receivers = [rig.receiver(manager, room) for manager in d.managers]
     for receiver in receivers:
-        receiver.send_metadata(np.array([9, 3], np.int32), 6, None, decode_prefix_len=16)
+        receiver.send_metadata(np.array(pages, np.int32), row, None, decode_prefix_len=16)
     rig.until("prefill may send", lambda: {sender.poll() for sender in senders} == {WAITING})
     for sender in senders:
         assert sender.pop_decode_prefix_len() == 16
@@ -121,6 +123,35 @@ def test_one_rank_that_gives_up_ends_its_request_on_all(rig: Any, prefill: int, 
     for end in [*senders, *receivers]:
         end.clear()
     finish(rig, *exchange(rig, p, d, room=2))
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(4, 2), (2, 4)])
+def test_one_of_fifty_requests_fails_and_the_others_have_their_bytes(rig: Any, prefill: int, decode: int) -> None:
+    p, d = Group(rig, "prefill", prefill, 4), Group(rig, "decode", decode, 4)
+    served = 0
+    for batch in range(10):
+        open_now = {}
+        for slot in range(5):
+            pages = (2 + 2 * slot, 3 + 2 * slot)
+            open_now[slot] = (pages, exchange(rig, p, d, 1 + batch * 5 + slot, pages, row=slot))
+        if batch == 4:
+            _, (senders, receivers) = open_now.pop(2)
+            receivers[-1].abort()
+            rig.until("it fails", lambda: FAILED in {sender.poll() for sender in senders})  # noqa: B023
+            for end in [*senders, *receivers]:
+                end.abort()
+                end.clear()
+        for buffers in d.buffers:
+            for buffer in buffers.kv:
+                buffer[2:12] = 0
+        for pages, (senders, receivers) in open_now.values():
+            finish(rig, senders, receivers)
+            served += 1
+            for head in range(4):
+                assert (p.head(head, 4, batch % 6, [1, 2]) == d.head(head, 4, batch % 6, list(pages))).all()
+    assert served == 49
+    for manager in [*p.managers, *d.managers]:
+        rig.until("nothing is open", lambda: manager.pump() or not manager.kvx.snapshot()["open"])  # noqa: B023
 
 
 def test_what_cannot_be_cut_is_refused(rig: Any) -> None:
