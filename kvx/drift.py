@@ -30,7 +30,8 @@ class Adapter:
 
     `sources` is the folder of the adapter's own modules, `records` that of the recorded interfaces, and
     `tested` the pattern of the versions it is tested with. `handed_in`: for each class whose objects the
-    engine hands in, what is used of them: `name`, or `name(argument, key=value)` for a call.
+    engine hands in, what is used of them: `name`, or `name(argument, key=value)` for a call; for a function its own
+    name in a call, and for a constant its value.
     `spared`: what may be absent or different, with the reason why that does no harm.
     """
 
@@ -64,12 +65,16 @@ class Adapter:
 
 @frozen
 class Use:
-    """The adapter needs `name` of one of `owners`, or the owner itself; `call` is how it calls it, `where` says why."""
+    """The adapter needs `name` of one of `owners`, or the owner itself; `where` says why.
+
+    `call` is how it calls it, `value` what it has to be.
+    """
 
     owners: tuple[str, ...]
     name: str
     where: str
     call: ast.Call | None = None
+    value: str = ""
 
 
 @frozen
@@ -152,11 +157,13 @@ def needs(adapter: Adapter) -> Needs:
 def _declared(owner: str, text: str) -> Use:
     match ast.parse(text, mode="eval").body:
         case ast.Call(func=ast.Name(id=name)) as call:
-            return Use((owner,), name, _HANDED_IN, call)
+            return Use((owner,), "" if owner.endswith(f".{name}") else name, _HANDED_IN, call)
         case ast.Name(id=name):
             return Use((owner,), name, _HANDED_IN)
+        case ast.Constant():
+            return Use((owner,), "", _HANDED_IN, value=text)
         case _:
-            raise ConfigError(f"{text!r} of {owner} is neither a name nor a call")
+            raise ConfigError(f"{text!r} of {owner} is neither a name nor a call nor a value")
 
 
 class _Source:
@@ -229,7 +236,7 @@ def _is_inherited(node: ast.Attribute, own: Mapping[str, Member]) -> bool:
 def compare(adapter: Adapter, found: Interface, reference: Interface) -> list[Difference]:
     """What in `found` breaks the adapter, and what else is not as in `reference`; the worst first.
 
-    Raises ConfigError where `found` was recorded before the adapter began to need something.
+    Raises ConfigError where `found` was recorded before the adapter began to need something; `reference` may be so.
     """
     wanted = needs(adapter)
     breaks = [*_unmet(wanted.uses, found), *_unfit(wanted.derived, found, reference)]
@@ -257,6 +264,8 @@ def _unmet(uses: Iterable[Use], found: Interface) -> Iterator[Difference]:
             if member is not None:
                 if use.call is not None and (why := _refusal(member, use.call)):
                     yield Difference(full, "changed", f"{member}: {why}; {use.where}", True)
+                if use.value and member.detail != f"= {use.value}":
+                    yield Difference(full, "changed", f"{member}, and not {use.value}", True)
                 break
         else:
             if not any(found.is_open(owner) for owner, _ in there):
@@ -327,7 +336,7 @@ def _binding(signature: inspect.Signature, positional: int, keywords: Iterable[s
 
 def _unfit(derived: Iterable[Derived], found: Interface, reference: Interface) -> Iterator[Difference]:
     for one in derived:
-        bases = [base for base in one.bases if found.things.get(found.owner(base)) is not None]
+        bases = [base for base in one.bases if found.things[found.owner(base)] is not None]
         for name, own in one.members.items() if bases else ():
             theirs = _inherited(found, bases, name)
             before = _inherited(reference, one.bases, name)
@@ -371,8 +380,8 @@ def _cannot_stand_for(own: Member, theirs: Member) -> str:
 def _news(derived: Iterable[Derived], found: Interface, reference: Interface) -> Iterator[Difference]:
     """Differences of the classes that the adapter derives from."""
     for base in dict.fromkeys(base for one in derived for base in one.bases):
-        now = {} if found.things.get(found.owner(base)) is None else found.members(base)
-        before = {} if reference.things.get(reference.owner(base)) is None else reference.members(base)
+        now = found.members(base)
+        before = reference.members(base)
         for name in sorted(now.keys() | before.keys()):
             if name not in before:
                 yield Difference(f"{base}.{name}", "new", str(now[name]), False)

@@ -82,7 +82,7 @@ class Interface:
         thing = self.things.get(name)
         if not name or (name != path and thing is not None and thing.what.kind == "module"):
             raise ConfigError(
-                f"{path} is not in the recorded interface of {self.engine} {self.version}: record it anew"
+                f"{path} is not in the recorded interface of {self.engine} {self.version}: run make interfaces"
             )
         return name
 
@@ -109,11 +109,11 @@ class Interface:
         return found
 
     def is_open(self, path: str) -> bool:
-        """Whether the class inherits from one that is not of this engine, so that it has members unknown here."""
+        """Whether it has members that are unknown here: no class, or one that inherits from outside of the engine."""
         return any(
-            base not in self.things and base.rpartition(".")[2] not in _OUTSIDE
+            thing.what.kind != "class"
+            or any(base not in self.things and base.rpartition(".")[2] not in _OUTSIDE for base in thing.bases)
             for _, thing in self.lineage(path)
-            for base in thing.bases
         )
 
     def dump(self) -> str:

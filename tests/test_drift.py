@@ -54,6 +54,7 @@ class Request:
     def blocks(self, group): ...
 
 def group(): ...
+def pick(kind): ...
 GROUP = "engine.plugins"
 """,
     "engine/factory.py": """
@@ -110,7 +111,11 @@ def adapter(tmp_path: Path) -> Adapter:
         (tmp_path / "adapter").mkdir(exist_ok=True)
         (tmp_path / "adapter" / name).write_text(text)
     (tmp_path / "records").mkdir()
-    handed_in = {"engine.types.Request": ("tokens", "blocks(group)"), "engine.types.GROUP": ()}
+    handed_in = {
+        "engine.types.Request": ("tokens", "blocks(group)"),
+        "engine.types.GROUP": ("'engine.plugins'",),
+        "engine.types.pick": ("pick(kind)",),
+    }
     mine = Adapter("engine", "engine", "1.0", tmp_path / "adapter", tmp_path / "records", handed_in, {})
     with interface.release(made(tmp_path, "1.0", ENGINE)) as release:
         (tmp_path / "records/1.0.json").write_text(mine.extract(release).dump())
@@ -175,6 +180,8 @@ BASE, TYPES, FACTORY = "engine/base.py", "engine/types.py", "engine/factory.py"
         (TYPES, "def group()", "def group(name)", "changed types.group", "'name'"),
         (TYPES, "def group()", "def groups()", "gone types.group", "used in plugin.py:8"),
         (TYPES, "GROUP =", "PLUGINS =", "gone types.GROUP", "hands in"),
+        (TYPES, "engine.plugins", "engine.add_ons", "changed types.GROUP", "and not 'engine.plugins'"),
+        (TYPES, "def pick(kind)", "def pick(kind, role)", "changed types.pick", "'role'"),
         (FACTORY, "_known", "_names", "gone factory.Factory._known", "used in plugin.py:6"),
         (FACTORY, "name, module", "name, module, kind", "changed factory.Factory.register", "'kind'"),
         (FACTORY, "class Factory", "class Maker", "gone factory.Factory", "used in plugin.py:4"),
@@ -230,6 +237,13 @@ def test_what_comes_from_outside_the_engine_is_not_missed(changed: Changed) -> N
     assert not [one for one in changed(BASE, old, new) if one.breaks]
 
 
+def test_what_is_made_at_run_time_is_not_missed(tmp_path: Path, adapter: Adapter) -> None:
+    (adapter.sources / "more.py").write_text("from engine.types import settings\nprint(settings.anything)\n")
+    place = made(tmp_path, "1.1", {**ENGINE, TYPES: ENGINE[TYPES] + "settings = load()\n"})
+    assert drift.examine([adapter], place).fits
+    assert not drift.examine([adapter], made(tmp_path, "1.2", ENGINE)).fits
+
+
 def test_what_is_spared_does_not_count(tmp_path: Path, adapter: Adapter) -> None:
     place = made(tmp_path, "1.1", {**ENGINE, BASE: ENGINE[BASE].replace("def save(", "def store(")})
     assert not drift.examine([adapter], place).fits
@@ -251,7 +265,7 @@ def test_there_has_to_be_a_record_of_a_tested_version(adapter: Adapter) -> None:
 
 
 def test_a_declaration_is_a_name_or_a_call(adapter: Adapter) -> None:
-    with pytest.raises(ConfigError, match="neither a name nor a call"):
+    with pytest.raises(ConfigError, match="neither a name nor a call nor a value"):
         drift.needs(evolve(adapter, handed_in={"engine.types.Request": ("a.b",)}))
 
 

@@ -123,7 +123,7 @@ def test_what_was_looked_for_and_is_not_there_is_told_from_what_was_not_looked_f
         "engine.base.Gone": None,
         "engine.none": None,
     }
-    with pytest.raises(ConfigError, match=r"engine\.base\.make is not in the recorded interface of engine 1\.2"):
+    with pytest.raises(ConfigError, match=r"base\.make is not in the recorded interface of engine 1\.2: run make"):
         found.owner("engine.base.make")
 
 

@@ -34,6 +34,7 @@ VLLM = Adapter(
         ),
         "vllm.distributed.parallel_state.GroupCoordinator": ("cpu_group", "rank_in_group", "ranks", "world_size"),
         "vllm.model_executor.layers.attention_layer_base.AttentionLayerBase": ("get_attn_backend()",),
+        "vllm.plugins.DEFAULT_PLUGINS_GROUP": ("'vllm.general_plugins'",),
         "vllm.v1.attention.backend.AttentionBackend": ("get_name()",),
         "vllm.v1.core.block_pool.BlockPool": (
             *("blocks", "num_gpu_blocks", "free_blocks(blocks)", "get_num_free_blocks()", "touch(blocks)"),

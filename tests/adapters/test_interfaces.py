@@ -59,7 +59,7 @@ def test_the_newest_recorded_release_fits(adapter: Adapter) -> None:
 @ADAPTERS
 def test_what_is_declared_is_used(adapter: Adapter) -> None:
     text = "\n".join(path.read_text() for path in adapter.sources.glob("*.py") if path.name != "interface.py")
-    declared = {use.partition("(")[0] for uses in adapter.handed_in.values() for use in uses}
+    declared = {use.partition("(")[0] for uses in adapter.handed_in.values() for use in uses if "'" not in use}
     assert sorted(name for name in declared if name not in text and name.replace("_", "-") not in text) == []
     assert all("." in path and reason for path, reason in adapter.spared.items())
 
