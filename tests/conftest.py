@@ -12,6 +12,9 @@ import pytest
 
 from kvx import report
 
+KEPT = {"KVX_VENVS", "KVX_ALLOW_UNTESTED_ENGINE"}
+"""What a run may set: where environments are, and that its engine is another one than kvx is made for."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
@@ -21,7 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(autouse=True)
 def _no_options_from_the_shell(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith("KVX_") and name != "KVX_VENVS"]:
+    for name in [name for name in os.environ if name.startswith("KVX_") and name not in KEPT]:
         monkeypatch.delenv(name)
 
 
