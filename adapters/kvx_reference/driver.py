@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import urllib.request
 from importlib import util
 
 from kvx import __version__
@@ -48,6 +49,11 @@ class ReferenceDriver:
             Options.load(server.options, env={})
             command += ["--connector", _CONNECTOR, "--connector-options", json.dumps(dict(server.options))]
         return Launch((*command, *server.arguments), dict(_ENV), "/health")
+
+    def free_blocks(self, url: str) -> int:
+        """For cases of the conformance suite that look for blocks which never come back."""
+        with urllib.request.urlopen(f"{url}/stats", timeout=10) as answer:  # noqa: S310 - the server that was launched
+            return int(json.load(answer)["blocks"]["free"])
 
     def small_model(self, folder: str) -> SmallModel:
         make = (sys.executable, "-m", _MODULE, "--random", "0", "--save", folder)

@@ -77,7 +77,7 @@ def test_what_is_not_run_says_why(cases: Mapping[str, Case]) -> None:
     work = Selection(exempt={cases["other"].id: "known"}).divide(features(WRITES))
     assert {(one.id, one.verdict, one.detail) for one in work.settled} == {
         (cases["other"].id, Verdict.DISABLED, "known"),
-        (cases["fenced"].id, Verdict.SKIP_UNDECLARED, "Needs fence, which the transport does not declare."),
+        (cases["fenced"].id, Verdict.SKIP_UNDECLARED, "Needs fence, which is not declared."),
     }
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from kvx.core.model import Mode
 from kvx.up import Node
 from kvx_conformance.suite.case import Context, NotExercised, case
 from kvx_conformance.suite.servers import Client, Servers, control, servers, until
+from kvx_conformance.suite.subject import Feature
 
 LIMIT_S = 900.0
 """Three cold starts of a real engine on a machine that is busy."""
@@ -16,15 +17,17 @@ LIMIT_S = 900.0
 Run = Callable[[Mode, Context], None]
 
 
-def _each_mode(rule: str, name: str, title: str) -> Callable[[Run], None]:
+def each_mode(rule: str, name: str, title: str, *, needs: Sequence[Feature] = ()) -> Callable[[Run], None]:
+    """Two cases, one for each mode."""
+
     def add(run: Run) -> None:
         for mode in Mode:
-            case(rule, f"{name}-{mode.value}", title, limit_s=LIMIT_S)(partial(run, mode))
+            case(rule, f"{name}-{mode.value}", title, needs=needs, limit_s=LIMIT_S)(partial(run, mode))
 
     return add
 
 
-@_each_mode(
+@each_mode(
     "KVX-ADP-001",
     "tokens",
     "Prompts of one token and around each of two block borders, through the router: the tokens of a single instance; "
@@ -50,7 +53,7 @@ def tokens(mode: Mode, context: Context) -> None:
             raise NotExercised("Tokens are equal even where every byte was dropped: equal ones prove nothing.")
 
 
-@_each_mode(
+@each_mode(
     "KVX-ADP-002",
     "client-leaves",
     "A client leaves while its bytes are under way: both instances come to hold nothing and serve the next request.",
@@ -67,7 +70,7 @@ def client_leaves(mode: Mode, context: Context) -> None:
         _serves(context, bench, later)
 
 
-@_each_mode(
+@each_mode(
     "KVX-ADP-003",
     "prefill-killed",
     "The prefill server is killed while bytes are under way: the client is answered in time, with right tokens or an "
@@ -86,7 +89,7 @@ def prefill_killed(mode: Mode, context: Context) -> None:
         context.check(len(alone) == len(wanted), "the decode server does not go on")
 
 
-@_each_mode(
+@each_mode(
     "KVX-ADP-004",
     "prefill-restarted",
     "The prefill server is killed and starts again at its addresses: the same decode server takes its blocks.",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvx_conformance.suite import (
     adapter,
+    adapter_many,
     protocol_ending,
     protocol_epochs,
     protocol_grants,
@@ -26,6 +27,7 @@ from kvx_conformance.suite.case import CASES
 __all__ = [
     "CASES",
     "adapter",
+    "adapter_many",
     "protocol_ending",
     "protocol_epochs",
     "protocol_grants",

@@ -81,7 +81,7 @@ class Run:
         """The first worker's word counts; a subject that says something else later is refused."""
         if self.declared is None:
             self.declared = declared
-            self.work = self.choose(features(declared, relayed=self.subject.relayed))
+            self.work = self.choose(features(declared, relayed=self.subject.relayed, counted=self.subject.counted))
             self.results.update({result.id: result for result in self.work.settled})
             self.waiting.extend(self.work.orders)
         elif declared != self.declared:

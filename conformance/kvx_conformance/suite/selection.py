@@ -60,7 +60,7 @@ class Selection:
             elif not case.applies(present):
                 continue
             elif missing:
-                detail = f"Needs {' and '.join(missing)}, which the transport does not declare."
+                detail = f"Needs {' and '.join(missing)}, which is not declared."
                 settled.append(Result(case.id, Verdict.SKIP_UNDECLARED, detail))
             else:
                 orders.append(Order(case.id, limit_s(case, self.pace)))

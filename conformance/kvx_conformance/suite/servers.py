@@ -25,6 +25,7 @@ from kvx.core.model import Mode
 from kvx.operator import ask
 from kvx.up import Node, Site, site
 from kvx_conformance.suite.case import Context, Finding, NotExercised
+from kvx_conformance.suite.subject import CountsBlocks
 
 GATED = "kvx_conformance.faults:gated"
 SHORT: dict[str, Any] = {
@@ -85,6 +86,13 @@ class Servers:
             answer = ask(node.control, "status", secret=secret, timeout_s=10 * self.context.pace)
             found: dict[str, Any] = json.loads(answer.body)["open"]
             return found
+
+    def free_blocks(self, node: Node) -> int:
+        """As the engine's driver counts them; only for cases that need Feature.BLOCKS."""
+        driver = self.place.driver
+        assert isinstance(driver, CountsBlocks)
+        with _guarded(f"free blocks of {node.child.name}"):
+            return driver.free_blocks(node.url)
 
     def received(self) -> int:
         """How many transfers the decode server's event log calls good."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from enum import Enum
-from typing import Any, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 from attrs import field, frozen
 
@@ -28,10 +28,12 @@ class Feature(Enum):
     FENCE = "fence"  # of one peer
     CANCEL = "cancel"
     RELAY = "relay"  # its data connections can be led through a proxy
+    BLOCKS = "blocks"  # an engine's driver counts its servers' free blocks
 
 
-def features(declared: Capabilities, *, relayed: bool = False) -> frozenset[Feature]:
-    """The features of a declaration, which is the transport's own `capabilities`, and whether it can be `relayed`."""
+def features(declared: Capabilities, *, relayed: bool = False, counted: bool = False) -> frozenset[Feature]:
+    """The features of a declaration, which is the transport's own `capabilities`, whether it can be `relayed`, and
+    whether an engine's blocks can be `counted`."""
     present = {
         Feature.WRITE: Op.WRITE in declared.ops,
         Feature.READ: Op.READ in declared.ops,
@@ -39,8 +41,18 @@ def features(declared: Capabilities, *, relayed: bool = False) -> frozenset[Feat
         Feature.FENCE: declared.fence is FenceScope.PEER,
         Feature.CANCEL: declared.cancel,
         Feature.RELAY: relayed,
+        Feature.BLOCKS: counted,
     }
     return frozenset(feature for feature, declares in present.items() if declares)
+
+
+@runtime_checkable
+class CountsBlocks(Protocol):
+    """What a driver may have beside `kvx.driver.EngineDriver`: then cases look for blocks that never come back."""
+
+    def free_blocks(self, url: str) -> int:
+        """How many blocks new requests of this server can have now. Raises OSError, LookupError or ValueError."""
+        ...
 
 
 @frozen
@@ -74,6 +86,10 @@ class Subject:
         if found.installed() is None:
             raise PluginError(f"engine {self.engine!r} is not installed in this environment")
         return found
+
+    @property
+    def counted(self) -> bool:
+        return bool(self.engine) and isinstance(self.driver(), CountsBlocks)
 
     def opener(self) -> Callable[..., EngineInstance]:
         """Raises PluginError where there is none."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import urllib.request
 from importlib import util
 
 from kvx.config import Options
@@ -42,6 +43,11 @@ class AbacusDriver:
             Options.load(server.options, env={})
             command += ["--mover", "abacus_kvx.adapter:join", "--mover-options", json.dumps(dict(server.options))]
         return Launch((*command, *server.arguments), {}, "/health")
+
+    def free_blocks(self, url: str) -> int:
+        """For cases of the conformance suite that look for blocks which never come back."""
+        with urllib.request.urlopen(f"{url}/health", timeout=10) as answer:  # noqa: S310 - the server that was launched
+            return int(json.load(answer)["free_blocks"])
 
     def small_model(self, folder: str) -> SmallModel:
         make = (sys.executable, "-m", "abacus", "--model", folder, "--make", "1")
