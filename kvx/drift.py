@@ -174,6 +174,8 @@ class _Source:
         self._imported: dict[str, str] = {}
         self._imports: list[Use] = []
         for node in ast.walk(tree):
+            if isinstance(node, ast.Import) and any(alias.name.partition(".")[0] == package for alias in node.names):
+                raise ConfigError(f"{file}:{node.lineno} has to say `from`: else nobody sees what of {package} it uses")
             if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] == package:
                 for alias in node.names:
                     path = f"{node.module}.{alias.name}"

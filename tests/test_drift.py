@@ -259,6 +259,12 @@ def test_an_adapter_that_needs_more_than_is_recorded_says_so(adapter: Adapter) -
         drift.judge(adapter, adapter.reference())
 
 
+def test_an_import_that_hides_what_is_used_is_refused(adapter: Adapter) -> None:
+    (adapter.sources / "more.py").write_text("import engine.types\n")
+    with pytest.raises(ConfigError, match=r"more\.py:1 has to say `from`"):
+        drift.needs(adapter)
+
+
 def test_there_has_to_be_a_record_of_a_tested_version(adapter: Adapter) -> None:
     with pytest.raises(ConfigError, match=r"no interface of engine 2\.\* is recorded"):
         evolve(adapter, tested="2.*").reference()
