@@ -73,6 +73,7 @@ class End:
     number: int
     last: float = 0.0  # when the last envelope sent from here arrives: the order is kept
     frozen_until: float = 0.0  # what is sent from here stands still
+    heard_at: float = 0.0  # when the last envelope came here
     gone: bool = False  # this end is closed, or has been told that the other one is
 
 
@@ -247,6 +248,8 @@ class Fabric(Room):
     processes: list[Process] = field(factory=list)
     wires: list[Wire] = field(factory=list)
     said: dict[tuple[str, str], deque[Envelope]] = field(factory=dict)
+    lulls: set[str] = field(factory=set)
+    """Instances that heard nothing for so long, while something was under way, that they might believe in a cut."""
     duplicates: int = 0
 
     def __attrs_post_init__(self) -> None:
@@ -276,7 +279,10 @@ class Fabric(Room):
                 process.feed(PeerLost(number, address, True, "connection refused"))
             else:
                 accepted, target.next_link = target.next_link, target.next_link + 1
-                ends = End(process, number), End(target, accepted)
+                ends = (
+                    End(process, number, heard_at=self.clock.now),
+                    End(target, accepted, heard_at=self.clock.now),
+                )
                 link = Wire(ends)
                 self.wires.append(link)
                 process.ends[number], target.ends[accepted] = (link, ends[0]), (link, ends[1])
@@ -304,26 +310,34 @@ class Fabric(Room):
         self._remember(process, other.process, envelope)
         data = wire.encode(envelope)
         rng = self.chance("control", process.info.peer, other.process.info.peer, about(envelope.message))
-        moment = self._next(end, rng)
-        self.clock.at(moment, lambda: self._arrive(link, end, data))
+        moment, sent_at = self._next(end, rng), self.clock.now
+        self.clock.at(moment, lambda: self._arrive(link, end, data, sent_at))
 
     def _next(self, end: End, rng: random.Random) -> float:
         """When what is sent from this end now arrives, in its order."""
         end.last = max(end.last + 1e-6, self.clock.now + self.delay(rng), end.frozen_until)
         return end.last
 
-    def _arrive(self, link: Wire, sender: End, data: bytes) -> None:
+    def _arrive(self, link: Wire, sender: End, data: bytes, sent_at: float) -> None:
         receiver = link.other(sender)
         if link.dead or receiver.gone:
             return
         if self.clock.now < sender.frozen_until:
             sender.last = max(sender.last + 1e-6, sender.frozen_until)
-            self.clock.at(sender.last, lambda: self._arrive(link, sender, data))
+            self.clock.at(sender.last, lambda: self._arrive(link, sender, data, sent_at))
             return
+        self._note_lull(receiver, sender, sent_at)
         envelope = wire.decode(data)
         receiver.process.feed(Received(receiver.number, envelope))
         if self.climate.duplicates:
             self._duplicate(link, sender, envelope)
+
+    def _note_lull(self, receiver: End, sender: End, sent_at: float) -> None:
+        """A network that holds something for about `lost_s` has cut, whatever it does with it in the end."""
+        limits, now = self.climate.limits, self.clock.now
+        silence, receiver.heard_at = now - receiver.heard_at, now
+        if silence >= 0.8 * limits.lost_s and now - sent_at >= limits.lost_s - 2 * limits.keepalive_s:
+            self.lulls |= {receiver.process.info.instance, sender.process.info.instance}
 
     def _duplicate(self, link: Wire, sender: End, envelope: Envelope) -> None:
         """The same envelope comes once more, at once or after others of this connection."""

@@ -103,7 +103,8 @@ class Verdict:
         targets = [engine for (role, _), (engine, _) in sides.items() if role is side]
         if initiator_ok and not target_ok and not any(engine.dead for engine in targets):
             complain(f"{plan.transfer} is ok at its initiator only: {oks}")
-        disturbed = any(self._world.places[name].disturbed for name in (plan.producer, *plan.consumers))
+        names = {plan.producer, *plan.consumers}
+        disturbed = any(self._world.places[name].disturbed for name in names) or names & self._world.fabric.lulls
         # Of two readers of one ticket each may win a rank of the producer, and then neither has all of it.
         split = len(plan.consumers) > 1 and not readers
         hangs = self._world.fabric.climate.op_hangs_forever
