@@ -1,4 +1,4 @@
-"""Cases of an adapter under many requests: shared beginnings, a long queue, and what is left when all have ended."""
+"""Cases of an adapter: shared beginnings, a long queue, a drain, and what becomes of the blocks of all that ended."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from functools import partial
 
 from kvx.core.model import Mode
 from kvx.up import Node
-from kvx_conformance.suite.adapter import each_mode
-from kvx_conformance.suite.case import Context
-from kvx_conformance.suite.servers import Client, Servers, servers, until
+from kvx_conformance.suite.adapter import LIMIT_S, each_mode
+from kvx_conformance.suite.case import Context, case
+from kvx_conformance.suite.servers import UNSTOPPABLE, Client, Servers, servers, until
 from kvx_conformance.suite.subject import Feature
 
 AT_ONCE = 24
@@ -99,6 +99,58 @@ def mixed(mode: Mode, context: Context) -> None:
         bench.gate.unlink()
         last.answer(bench.bound_s("the peer dies or stops in mid-transfer"))
         _whole(context, bench, bench.decode, before[bench.decode.child.name])
+
+
+@each_mode(
+    "KVX-ADP-007",
+    "drained",
+    "The prefill instance is drained while bytes are under way: this request and the next one are answered with the "
+    "tokens of a single instance, and it comes to hold nothing.",
+)
+def drained(mode: Mode, context: Context) -> None:
+    with servers(context, mode) as bench:
+        first, following = bench.prompts([3 * bench.place.small.block_size] * 2)
+        bench.gate.touch()
+        client = bench.start(first)
+        bench.begun()
+        bench.drain(bench.prefill)
+        bench.gate.unlink()
+        status, tokens = client.answer(ANSWER_S * context.pace)
+        alone = bench.alone(first)
+        context.check((status, tokens) == (200, alone), f"{status} {tokens} instead of {alone} while it is drained")
+        after, alone = bench.through(following), bench.alone(following)
+        context.check(after == alone, f"{after} instead of {alone} once it is drained")
+        limit_s = bench.bound_s("an abort")
+        empty = until(lambda: not bench.open(bench.prefill), limit_s)
+        context.check(empty, f"it still holds {bench.open(bench.prefill)} after {limit_s:g} s")
+
+
+@case(
+    "KVX-ADP-008",
+    "late-write",
+    "A push's client leaves while writes hang that nobody can stop: the decode instance gives no block of it away "
+    "before they are over, and all of them afterwards.",
+    needs=[Feature.BLOCKS, Feature.WRITE],
+    limit_s=LIMIT_S,
+)
+def late_write(context: Context) -> None:
+    with servers(context, Mode.PUSH, UNSTOPPABLE) as bench:
+        block = bench.place.small.block_size
+        first, left = bench.prompts([block, 4 * block])
+        bench.through(first)
+        until(lambda: not bench.open(bench.decode), bench.bound_s("an abort"))
+        before = bench.free_blocks(bench.decode)
+        bench.gate.touch()
+        client = bench.start(left)
+        bench.begun()
+        client.leave()
+        end, most = time.monotonic() + SHUT_S, before - 4
+        while time.monotonic() < end:
+            now = bench.free_blocks(bench.decode)
+            context.check(now <= most, f"{now} blocks are free while four may still be written; {before} were before")
+            time.sleep(0.05)
+        bench.gate.unlink()
+        _whole(context, bench, bench.decode, before)
 
 
 def _prompts(bench: Servers, count: int) -> list[list[int]]:

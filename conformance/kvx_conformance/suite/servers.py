@@ -28,6 +28,8 @@ from kvx_conformance.suite.case import Context, Finding, NotExercised
 from kvx_conformance.suite.subject import CountsBlocks
 
 GATED = "kvx_conformance.faults:gated"
+UNSTOPPABLE = "kvx_conformance.faults:StubbornRegionAccess"
+"""The same gate before writes that a target can neither keep out nor have cancelled, as with RDMA."""
 SHORT: dict[str, Any] = {
     "lease_s": 10,
     "patience_s": 20,
@@ -100,6 +102,14 @@ class Servers:
         lines = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
         return sum(bool(json.loads(line)["ok"]) for line in lines)
 
+    def drain(self, node: Node) -> None:
+        """Open transfers may run on for ten seconds."""
+        secret = self.place.secret_file.read_bytes()
+        with _guarded(f"drain of {node.child.name}"):
+            answer = ask(node.control, "drain", "10", secret=secret, timeout_s=10 * self.context.pace)
+        if not answer.ok:
+            raise Finding(f"{node.child.name} refuses to be drained: {answer.detail}")
+
     def begun(self) -> None:
         """Wait until both sides hold the one transfer. Raises NotExercised."""
         if not until(lambda: self.open(self.prefill) and self.open(self.decode), SEEN_S * self.context.pace):
@@ -157,15 +167,15 @@ class Client:
 
 
 @contextmanager
-def servers(context: Context, mode: Mode) -> Generator[Servers, None, None]:
-    """Servers of the subject's engine over its transport, gone with everything when the block ends."""
+def servers(context: Context, mode: Mode, gated: str = GATED) -> Generator[Servers, None, None]:
+    """Servers of the subject's engine over its transport behind a gate, gone with everything when the block ends."""
     gate = context.folder / "gate"
     with contextlib.ExitStack() as stack:
         with _guarded("the start of the servers"):
             place = stack.enter_context(site(context.subject.engine, "", (), _say))
-            prefill = place.engine("prefill", **_options(context, gate, GATED, demo.DROPPING))
+            prefill = place.engine("prefill", **_options(context, gate, gated, demo.DROPPING))
             log = place.cluster.logs / "decode.jsonl"
-            decode = place.engine("decode", **_options(context, gate, GATED), event_log=str(log))
+            decode = place.engine("decode", **_options(context, gate, gated), event_log=str(log))
             place.wait_ready()
             router = place.router("router", [prefill], [decode], mode)
             place.wait_ready(router)
@@ -195,7 +205,7 @@ def until(condition: Callable[[], object], limit_s: float) -> bool:
 def _options(context: Context, gate: Path, *transports: str) -> dict[str, Any]:
     """Of an instance that has these wrappers of the subject's transport."""
     inner = {**context.subject.options, "inner": context.subject.transport}
-    own = {GATED: {"gate": str(gate)}}
+    own = {GATED: {"gate": str(gate)}, UNSTOPPABLE: {"gate": str(gate)}}
     return {**SHORT, "transports": list(transports), **{name: {**inner, **own.get(name, {})} for name in transports}}
 
 
