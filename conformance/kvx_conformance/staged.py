@@ -75,31 +75,31 @@ class Stage(Fabric):
 
     # ------------------------------------------------------------------- control
 
-    def _arrive(self, link: Wire, sender: End, data: bytes) -> None:
+    def _arrive(self, link: Wire, sender: End, data: bytes, sent_at: float) -> None:
         receiver = link.other(sender)
         if link.dead or receiver.gone:
             return
         if Plane.CONTROL in self.held or id(link) in self.lanes:
-            self.waiting.append(partial(self._arrive, link, sender, data))
+            self.waiting.append(partial(self._arrive, link, sender, data, sent_at))
             return
         kind = type(wire.decode(data).message).__name__
         struck = next((b for b in self.armed if (b.sender, b.on) == (sender.process.info.instance, kind)), None)
         if struck is None:
-            super()._arrive(link, sender, data)
+            super()._arrive(link, sender, data, sent_at)
             return
         self.armed.remove(struck)
         match struck.act:
             case Act.CUT | Act.TRUNCATE | Act.HALF_CLOSE:
                 self.break_wire(link)
             case Act.DUPLICATE:
-                super()._arrive(link, sender, data)
-                super()._arrive(link, sender, data)
+                super()._arrive(link, sender, data, sent_at)
+                super()._arrive(link, sender, data, sent_at)
             case Act.LANE:
                 self.lanes.add(id(link))
-                self.waiting.append(partial(self._arrive, link, sender, data))
+                self.waiting.append(partial(self._arrive, link, sender, data, sent_at))
             case _:
                 self.hold(Plane.CONTROL, struck.act)
-                self.waiting.append(partial(self._arrive, link, sender, data))
+                self.waiting.append(partial(self._arrive, link, sender, data, sent_at))
 
     def hold(self, plane: Plane, act: Act) -> None:
         self.held.add(plane)
