@@ -21,6 +21,7 @@ DEATH_S = 30.0
 """How long a transport may take to notice that a peer's process is gone."""
 BLOCKED_S = 0.1
 """A `poll` that never takes less waits for something."""
+_TRIES = 8
 _STILL_S = 0.3
 
 
@@ -38,11 +39,18 @@ def _midway(rig: Rig, op: Op, size: int = SIZES[1]) -> tuple[Rank, PeerProcess, 
     """An operation of this process on the memory of another, all but its last MiB, whose first bytes have landed."""
     here, there = _pair(rig, size)
     most = piece(0, size - MIB)
-    move = rig.post(here, there, op, most, most)
+    for number in range(_TRIES):
+        move = rig.post(here, there, op, most, most, stamp=Stamp(f"midway {number}", EPOCH, 3))
+        _begins(rig, move)
+        if move.end is None:
+            return here, there, move
+        rig.good(move)
+        rig.poison(here.ground)  # the next one shall be seen to begin
+    raise NotExercised(f"{_TRIES} operations were over before their middle could be seen")
+
+
+def _begins(rig: Rig, move: Move) -> None:
     rig.until(lambda: move.begun or move.end is not None, "the operation begins")
-    if move.end is not None:
-        raise NotExercised("the operation was over before its middle could be seen")
-    return here, there, move
 
 
 def _written(rig: Rig, size: int = SIZES[1]) -> tuple[Rank, PeerProcess, int]:
