@@ -8,6 +8,7 @@ import json
 import os
 import random
 import secrets
+import socket
 import subprocess
 import sys
 import time
@@ -19,7 +20,7 @@ from typing import Any
 import pytest
 from attrs import define, evolve, field, frozen
 
-from kvx.cluster import Child, Cluster, free_ports
+from kvx.cluster import Child, Cluster
 from kvx.core.model import Mode, Role
 from kvx.driver import Server
 from kvx.operator import ask
@@ -28,7 +29,7 @@ from kvx_sglang.driver import SglangDriver
 PAGE = 16
 PAGE_BYTES = 6 * PAGE * 4 * 16 * 4
 """Keys and values of three layers, four heads of 16 float32 each."""
-START_S = 480.0
+START_S = 900.0
 SWITCH, DROPPING = "switch:switch", "kvx_conformance.faults:dropping"
 SHORT = {
     "lease_s": 10,
@@ -177,7 +178,7 @@ class Bench:
         self, name: str, role: Role | None, *arguments: str, env: Mapping[str, str] | None = None, **options: Any
     ) -> Instance:
         """Start a server without waiting for it; without a role it is SGLang alone."""
-        port, control, meeting = free_ports(3)
+        port, control, meeting = _ports(3)
         events = self.cluster.logs / f"{name}.events.jsonl"
         own = {"listen": f"127.0.0.1:{control}", "event_log": str(events), **options}
         server = Server(
@@ -255,6 +256,17 @@ class Bench:
     def prefill_options(self) -> dict[str, Any]:
         """Of a server that can push to both."""
         return {**self.decode_options(), **self.control_options(), "transports": [SWITCH, DROPPING]}
+
+
+def _ports(count: int) -> list[int]:
+    """Free ports below those that the system gives to whoever asks: a start takes long, and SGLang asks for many."""
+    found: list[int] = []
+    while len(found) < count:
+        port = random.randrange(12000, 32000)  # noqa: S311
+        with contextlib.closing(socket.socket()) as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            found.append(port)
+    return found
 
 
 @pytest.fixture(scope="session")
