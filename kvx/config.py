@@ -22,6 +22,7 @@ from attrs import Attribute, Factory, evolve, field, fields, frozen
 
 from kvx.address import format_address, is_loopback, is_wildcard, parse_address, parse_ip
 from kvx.core.errors import ConfigError
+from kvx.sockets import try_to_listen
 
 MIN_SECRET_BYTES = 16
 _FOREIGN = re.compile(r"KVX_(CONFIG|VENVS|(SERVICE|PORT)(_.*)?)")
@@ -245,6 +246,13 @@ class Options:
             "insecure": self.insecure,
             "peer": f"{self.instance}#{rank}",
         }
+
+    def check_listen(self, remedy: str) -> None:
+        """Raises ConfigError, with what to do, where `listen` cannot be listened on now."""
+        try:
+            try_to_listen(self.listen)
+        except OSError as error:
+            raise ConfigError(f"option listen: cannot listen on {self.listen} ({error.strerror}): {remedy}") from error
 
     def may_dial(self, address: str) -> bool:
         """Whether a request may name `address` as its peer (option `peers`; without a secret loopback only)."""

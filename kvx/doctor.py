@@ -10,7 +10,6 @@ import fnmatch
 import importlib.metadata
 import platform
 import resource
-import socket
 import stat
 import sys
 from collections.abc import Iterator
@@ -18,11 +17,11 @@ from pathlib import Path
 
 from kvx import __file__ as kvx_file
 from kvx import __version__
-from kvx.address import parse_address
 from kvx.checks import Check
 from kvx.config import Options
 from kvx.core.errors import ConfigError
 from kvx.plugins import Plugins
+from kvx.sockets import try_to_listen
 
 MIN_OPEN_FILES = 4096
 """An engine, its HTTP clients and kvx's control and data connections share this limit."""
@@ -115,12 +114,8 @@ def _secret(options: Options) -> Check:
 
 
 def _port(listen: str) -> Check:
-    host, port = parse_address(listen)
     try:
-        places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        with socket.socket(places[0][0], socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(places[0][4])
+        try_to_listen(listen)
     except OSError as error:
         fix = "set listen to a free port of this machine, or stop what uses it"
         return Check("port", False, f"{listen} cannot be listened on: {error.strerror}", fix)

@@ -110,6 +110,15 @@ def listen_on(listen: str, *, loopback_only: bool) -> socket.socket:
         raise ConfigError(f"cannot listen on {listen}: {_advice(error)}") from error
 
 
+def try_to_listen(listen: str) -> None:
+    """Bind HOST:PORT for a moment. Raises OSError where it cannot be listened on, ConfigError for no address."""
+    host, port = parse_address(listen)
+    family, place = find(host, port)[0]
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(place)
+
+
 def _listener(family: int, place: tuple[str, int] | tuple[str, int, int, int] | tuple[int, bytes]) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Sequence
 
-from kvx.address import parse_address
 from kvx.config import Options
 from kvx.core.errors import ConfigError
 from kvx_sglang.versions import check_version
@@ -45,14 +43,4 @@ def hold_pages() -> None:
 def check() -> None:
     """Raises ConfigError: options that cannot work, an untested SGLang, a control port that is in use."""
     options = load_options()
-    host, port = parse_address(options.listen)
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-    except OSError as error:
-        raise ConfigError(
-            f"option listen: cannot listen on {options.listen} ({error.strerror}): "
-            "set KVX_LISTEN to a free port of this machine"
-        ) from error
+    options.check_listen("set KVX_LISTEN to a free port of this machine")

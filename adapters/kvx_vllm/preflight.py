@@ -8,13 +8,10 @@ at once, in one sentence.
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvx.address import parse_address
 from kvx.config import Options
-from kvx.core.errors import ConfigError
 from kvx_vllm.versions import check_version
 
 FLAG = "--kv-transfer-config"
@@ -53,14 +50,4 @@ def check(settings: Mapping[str, Any]) -> None:
     """Raises ConfigError: options that cannot work, an untested vLLM, a control port that is in use."""
     options = Options.load(settings)
     check_version(options.allow_untested_engine)
-    host, port = parse_address(options.listen)
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-    except OSError as error:
-        raise ConfigError(
-            f"option listen: cannot listen on {options.listen} ({error.strerror}): "
-            "set listen to a free port of this machine"
-        ) from error
+    options.check_listen("set listen to a free port of this machine")
