@@ -12,6 +12,7 @@ import secrets
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,7 @@ from kvx.cluster import Child, Cluster, free_ports
 from kvx.core.model import Mode
 from kvx.driver import Launch, Server
 from kvx.operator import ask
+from kvx_conformance.suite.servers import SHORT
 from kvx_vllm.driver import VllmDriver
 
 MUTANT = os.environ.get("MUTANT", "")
@@ -38,20 +40,8 @@ ARGUMENTS = (
     *("--max-num-batched-tokens", "256", "--kv-cache-memory-bytes", str(65 * BLOCK_BYTES)),
 )
 """Chunks of 256 tokens; 64 blocks and vLLM's null block, so transfers and requests compete for them."""
-SHORT = {
-    "lease_s": 10,
-    "patience_s": 20,
-    "part_gap_s": 10,
-    "op_timeout_s": 6,
-    "drain_limit_s": 3,
-    "grace_s": 4,
-    "keepalive_s": 1,
-    "lost_s": 3,
-    "ack_wait_s": 5,
-    "quarantine_s": 2,
-    "max_held_fraction": 1.0,
-}
-"""Options that make every bound short enough to be waited for."""
+OPTIONS = {**SHORT, "max_held_fraction": 1.0}
+"""Short bounds, and a pool all of which may be held for transfers."""
 
 
 @frozen
@@ -214,7 +204,7 @@ class Bench:
             arguments = (*arguments, "--tensor-parallel-size", str(ranks))
         control = f"127.0.0.1:{control_port}"
         events = self.cluster.logs / f"{name}.events.jsonl"
-        given = {**SHORT, "listen": control, "event_log": str(events), **options}
+        given = {**OPTIONS, "listen": control, "event_log": str(events), **options}
         own = tuple(word.replace("{control}", str(control_port)) for word in arguments)
         env = dict(env or {})
         if MUTANT:
@@ -286,6 +276,34 @@ class Bench:
             return Served(first, second.result())
 
 
+@define(eq=False)
+class Gate:
+    """Requests of a soak pass while every server is up, and a few more while one is down."""
+
+    _up: threading.Event = field(factory=threading.Event)
+    _lock: Any = field(factory=threading.Lock)
+    _allowance: int = 0
+
+    def open(self) -> None:
+        self._up.set()
+
+    def shut(self, allowance: int) -> None:
+        """Let only so many more pass."""
+        with self._lock:
+            self._allowance = allowance
+        self._up.clear()
+
+    def wait(self) -> None:
+        """Until a request may pass, at most ten minutes."""
+        if self._up.is_set():
+            return
+        with self._lock:
+            self._allowance -= 1
+            passes = self._allowance >= 0
+        if not passes:
+            self._up.wait(600)
+
+
 def _ports_in_a_row(count: int) -> int:
     """The first of so many free ports: rank i listens on the control port plus i."""
     for _ in range(100):
@@ -325,6 +343,11 @@ def bench(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 def _servers_are_alive(bench: Bench) -> Iterator[None]:
     yield
     bench.cluster.check()
+
+
+@pytest.fixture
+def gate() -> Gate:
+    return Gate()
 
 
 @pytest.fixture(scope="session")

@@ -47,14 +47,12 @@ class Soak:
     decode: Any
     single: Any
     routers: dict[Mode, Any]
+    gate: Any
     draw: random.Random
     prompts: list[list[int]] = field(factory=list)
     wanted: list[list[int]] = field(factory=list)
     rows: list[dict[str, Any]] = field(factory=list)
     kills: list[dict[str, Any]] = field(factory=list)
-    up: threading.Event = field(factory=threading.Event)
-    allowance: int = 0
-    """How many requests may still start although a server is down."""
     lock: Any = field(factory=threading.Lock)
 
     def plan(self, count: int) -> list[Work]:
@@ -79,7 +77,7 @@ class Soak:
     # -------------------------------------------------------- one request
 
     def one(self, work: Work) -> None:
-        self._wait_for_servers()
+        self.gate.wait()
         body = self.bench.completion(self.prompts[work.prompt], work.tokens)
         row: dict[str, Any] = {"index": work.index, "prompt": len(body["prompt"]), "mode": work.mode.value}
         started = time.monotonic()
@@ -92,15 +90,6 @@ class Soak:
         row["seconds"] = time.monotonic() - started
         with self.lock:
             self.rows.append(row)
-
-    def _wait_for_servers(self) -> None:
-        if self.up.is_set():
-            return
-        with self.lock:
-            self.allowance -= 1
-            go = self.allowance >= 0
-        if not go:
-            self.up.wait(600)
 
     def _judged(self, work: Work, answer: Any) -> dict[str, Any]:
         if answer.status != 200:
@@ -119,8 +108,7 @@ class Soak:
         while len(self.rows) < at:
             time.sleep(0.01)
         time.sleep(self.draw.uniform(0.0, 0.3))
-        self.allowance = 8
-        self.up.clear()
+        self.gate.shut(8)
         instance = getattr(self, name)
         over = len(self.rows)
         instance.child.signal(signal.SIGKILL)
@@ -128,7 +116,7 @@ class Soak:
         self.bench.restart(name)
         assert self.bench.until(self._routers_see_both, 60)
         self.kills.append({"server": name, "after": over, "up_again_s": round(time.monotonic() - killed, 1)})
-        self.up.set()
+        self.gate.open()
 
     def _routers_see_both(self) -> bool:
         return all(router.health() == 200 for router in self.routers.values())
@@ -147,7 +135,7 @@ class Soak:
         return [*self.prefill.outcomes().values(), *self.decode.outcomes().values()]
 
 
-def test_soak(bench: Any, keep: Any) -> None:
+def test_soak(bench: Any, gate: Any, keep: Any) -> None:
     count, seed = int(os.environ.get("SOAK_REQUESTS", "1000")), int(os.environ.get("SOAK_SEED", "1"))
     print(f"soak: {count} requests, seed {seed}")
     draw = random.Random(seed)  # noqa: S311
@@ -155,13 +143,13 @@ def test_soak(bench: Any, keep: Any) -> None:
     bench.cluster.wait_ready(timeout_s=480)
     routers = {mode: bench.start_router(mode, prefill, decode) for mode in Mode}
     bench.cluster.wait_ready(timeout_s=120)
-    soak = Soak(bench, prefill, decode, single, routers, draw)
+    soak = Soak(bench, prefill, decode, single, routers, gate, draw)
     work = soak.plan(count)
     soak.wanted = [single.post(bench.completion(prompt, 60)).tokens for prompt in soak.prompts]
     victims = ["prefill"] * 3 + ["decode"] * 2
     draw.shuffle(victims)
     moments = sorted(draw.sample(range(count // 20, count * 19 // 20), len(victims)))
-    soak.up.set()
+    gate.open()
     started = time.monotonic()
     with ThreadPoolExecutor(5) as pool:
 

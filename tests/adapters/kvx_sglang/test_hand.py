@@ -67,6 +67,14 @@ class Pair:
             end.clear()
         return texts
 
+    def serves(self) -> None:
+        """One more request is moved as it should be, and then nothing is left of any."""
+        sender, receiver = self.meet([9])
+        sender.send(ints(3))
+        self.succeed(sender, receiver)
+        assert self.same([3], [9])
+        self.clean()
+
     def clean(self) -> None:
         """Nothing is left of any request."""
         self.rig.until("all pages are released", lambda: self.dm.pump() or not self.dm.rooms.receives)
@@ -454,17 +462,13 @@ def test_rooms_are_swept_by_age(pair: Pair) -> None:
 
 
 def test_decode_stops_and_comes_back_at_the_same_ports(pair: Pair) -> None:
-    sender, receiver = pair.meet([1, 2])
+    sender, _ = pair.meet([1, 2])
     sender.send(ints(5))
     port = pair.dm.port
     pair.rig.stop(pair.dm)
     assert "kvx: draining" in pair.fail(sender)[0]
     pair.dm = pair.rig.decode(pair.d, port=port)
-    sender, receiver = pair.meet([9])
-    sender.send(ints(3))
-    pair.succeed(sender, receiver)
-    assert pair.same([3], [9])
-    pair.clean()
+    pair.serves()
 
 
 def test_prefill_stops_and_comes_back_at_the_same_ports(pair: Pair) -> None:
@@ -475,11 +479,7 @@ def test_prefill_stops_and_comes_back_at_the_same_ports(pair: Pair) -> None:
     assert "kvx: draining" in pair.fail(receiver)[0]
     pair.rig.until("its pages are safe", lambda: pair.dm.is_abort_release_safe(receiver.bootstrap_room, 1))
     pair.pm = pair.rig.prefill(pair.p, port=port)
-    sender, receiver = pair.meet([9])
-    sender.send(ints(3))
-    pair.succeed(sender, receiver)
-    assert pair.same([3], [9])
-    pair.clean()
+    pair.serves()
 
 
 def test_a_link_that_breaks_for_good_ends_both_sides_and_a_new_one_serves(rig: Any) -> None:
@@ -494,11 +494,7 @@ def test_a_link_that_breaks_for_good_ends_both_sides_and_a_new_one_serves(rig: A
     assert pair.rig.address not in pair.dm.prefill_info_table, "what comes back may be another one"
     with link(outer, inner):
         pair.rig.until("decode asks again", lambda: pair.dm.try_ensure_parallel_info(pair.rig.address))
-        sender, receiver = pair.meet([9])
-        sender.send(ints(3))
-        pair.succeed(sender, receiver)
-        assert pair.same([3], [9])
-        pair.clean()
+        pair.serves()
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from kvx.cluster import Child, Cluster
 from kvx.core.model import Mode, Role
 from kvx.driver import Server
 from kvx.operator import ask
+from kvx_conformance.suite.servers import SHORT, until
 from kvx_sglang.driver import SglangDriver
 
 PAGE = 16
@@ -31,20 +32,8 @@ PAGE_BYTES = 6 * PAGE * 4 * 16 * 4
 """Keys and values of three layers, four heads of 16 float32 each."""
 START_S = 900.0
 SWITCH, DROPPING = "switch:switch", "kvx_conformance.faults:dropping"
-SHORT = {
-    "lease_s": 10,
-    "patience_s": 20,
-    "part_gap_s": 10,
-    "op_timeout_s": 6,
-    "drain_limit_s": 3,
-    "grace_s": 4,
-    "keepalive_s": 1,
-    "lost_s": 3,
-    "ack_wait_s": 5,
-    "quarantine_s": 2,
-    "max_held_fraction": 1.0,
-}
-"""Options that make every bound short enough to be waited for."""
+OPTIONS = {**SHORT, "max_held_fraction": 1.0}
+"""Short bounds, and a pool all of which may be held for transfers."""
 ENV = {
     "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "20",
     "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "60",
@@ -164,15 +153,7 @@ class Bench:
         draw = random.Random(seed)  # noqa: S311
         return [[draw.randrange(4, 512) for _ in range(length)] for length in lengths]
 
-    @staticmethod
-    def until(condition: Callable[[], object], limit_s: float) -> bool:
-        """Whether the condition came true within the limit."""
-        end = time.monotonic() + limit_s
-        while time.monotonic() < end:
-            if condition():
-                return True
-            time.sleep(0.05)
-        return False
+    until = staticmethod(until)
 
     def start(
         self, name: str, role: Role | None, *arguments: str, env: Mapping[str, str] | None = None, **options: Any
@@ -184,7 +165,7 @@ class Bench:
         server = Server(
             self.model,
             port,
-            options={**SHORT, **own} if role else None,
+            options={**OPTIONS, **own} if role else None,
             arguments=(*self.driver.small_model("").arguments, "--served-model-name", "tiny", *arguments),
             role=role,
             meeting_port=meeting,

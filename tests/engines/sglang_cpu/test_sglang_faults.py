@@ -110,47 +110,39 @@ def test_a_leg_that_never_comes(bench: Any, pair: Any, keep: Any) -> None:
 
 def test_a_prefill_server_killed_in_mid_transfer(bench: Any, pair: Any, keep: Any) -> None:
     """Decode's client hears why in bounded time; prefill comes again on its ports, and decode was never restarted."""
-    (prompt,) = bench.prompts(13, [400])
-    decode_pid = pair.decode.child.pid
-    bench.turn("hold", on=True)
-    with ThreadPoolExecutor(2) as pool:
-        _, decode = bench.send(pool, pair.prefill, pair.decode, bench.completion(prompt))
-        assert bench.until(lambda: "moving" in open_states(pair.prefill), 20), pair.prefill.status()
-        pair.prefill.child.signal(signal.SIGKILL)
-        killed = time.monotonic()
-        answer = decode.result(90)
-        seconds = time.monotonic() - killed
-    bench.turn("hold", on=False)
-    limit = bound(pair, "the peer dies or stops in mid-transfer")
-    bench.restart("prefill")
-    keep("sglang_killed_prefill", {"seconds": seconds, "bound_s": limit, "status": answer.status, "text": answer.text})
-    assert answer.status == 500
-    assert "kvx" in answer.text or "Lost connection" in answer.text
-    assert seconds < limit + SLACK_S
-    assert pair.decode.child.pid == decode_pid
-    assert pair.decode.child.running
+    text = killed(bench, pair, keep, "prefill", "decode", 13)
+    assert "kvx" in text or "Lost connection" in text
 
 
 def test_a_decode_server_killed_in_mid_transfer(bench: Any, pair: Any, keep: Any) -> None:
-    (prompt,) = bench.prompts(14, [400])
-    prefill_pid = pair.prefill.child.pid
+    assert "kvx" in killed(bench, pair, keep, "decode", "prefill", 14)
+
+
+def killed(bench: Any, pair: Any, keep: Any, victim: str, witness: str, seed: int) -> str:
+    """What the client of the witness is told when the victim is killed, which then comes again on its ports."""
+    (prompt,) = bench.prompts(seed, [400])
+    beside = getattr(pair, witness)
+    pid = beside.child.pid
     bench.turn("hold", on=True)
     with ThreadPoolExecutor(2) as pool:
-        prefill, _ = bench.send(pool, pair.prefill, pair.decode, bench.completion(prompt))
+        sent = bench.send(pool, pair.prefill, pair.decode, bench.completion(prompt))
+        answering = sent[("prefill", "decode").index(witness)]
         assert bench.until(lambda: "moving" in open_states(pair.prefill), 20), pair.prefill.status()
-        pair.decode.child.signal(signal.SIGKILL)
-        killed = time.monotonic()
-        answer = prefill.result(90)
-        seconds = time.monotonic() - killed
+        getattr(pair, victim).child.signal(signal.SIGKILL)
+        at = time.monotonic()
+        answer = answering.result(90)
+        seconds = time.monotonic() - at
     bench.turn("hold", on=False)
     limit = bound(pair, "the peer dies or stops in mid-transfer")
-    bench.restart("decode")
-    keep("sglang_killed_decode", {"seconds": seconds, "bound_s": limit, "status": answer.status, "text": answer.text})
+    bench.restart(victim)
+    row = {"seconds": seconds, "bound_s": limit, "status": answer.status, "text": answer.text}
+    keep(f"sglang_killed_{victim}", row)
     assert answer.status == 500
-    assert "kvx" in answer.text
     assert seconds < limit + SLACK_S
-    assert pair.prefill.child.pid == prefill_pid
-    assert pair.prefill.child.running
+    assert beside.child.pid == pid
+    assert beside.child.running
+    text: str = answer.text
+    return text
 
 
 def test_another_page_size_is_refused_for_each_request(bench: Any, pair: Any, keep: Any) -> None:

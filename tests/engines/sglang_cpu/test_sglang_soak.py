@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import http.client
 import os
 import random
 import signal
@@ -41,14 +42,12 @@ class Soak:
 
     bench: Any
     pair: Any
+    gate: Any
     draw: random.Random
     prompts: list[list[int]] = field(factory=list)
     wanted: list[list[int]] = field(factory=list)
     rows: list[dict[str, Any]] = field(factory=list)
     kills: list[dict[str, Any]] = field(factory=list)
-    up: threading.Event = field(factory=threading.Event)
-    allowance: int = 0
-    """How many requests may still start although a server is down."""
     lock: Any = field(factory=threading.Lock)
 
     def plan(self, count: int) -> list[Work]:
@@ -64,7 +63,7 @@ class Soak:
         ]
 
     def one(self, work: Work) -> None:
-        self._wait_for_servers()
+        self.gate.wait()
         body = self.bench.completion(self.prompts[work.prompt], TOKENS)
         row: dict[str, Any] = {"prompt": len(body["prompt"])}
         started = time.monotonic()
@@ -78,20 +77,11 @@ class Soak:
                     both.submit(self.pair.prefill.leave, first, work.leaves_after_s)
                     both.submit(self.pair.decode.leave, second, work.leaves_after_s).result()
                 row |= {"end": "left"}
-        except OSError as error:  # the connection to a server that is being killed
+        except (OSError, http.client.HTTPException) as error:  # the connection to a server that is being killed
             row |= {"end": "failed", "reason": f"connection: {type(error).__name__}"}
         row["seconds"] = time.monotonic() - started
         with self.lock:
             self.rows.append(row)
-
-    def _wait_for_servers(self) -> None:
-        if self.up.is_set():
-            return
-        with self.lock:
-            self.allowance -= 1
-            go = self.allowance >= 0
-        if not go:
-            self.up.wait(600)
 
     def _judged(self, work: Work, served: Any) -> dict[str, Any]:
         answer = served.decode
@@ -103,22 +93,21 @@ class Soak:
         """Kill a server once `at` requests are over, and start it again at the same ports; the other one stays."""
         while len(self.rows) < at:
             time.sleep(0.01)
-        self.allowance = 2 * CLIENTS
-        self.up.clear()
+        self.gate.shut(2 * CLIENTS)
         over = len(self.rows)
         getattr(self.pair, name).child.signal(signal.SIGKILL)
         killed = time.monotonic()
         self.bench.restart(name)
         self.kills.append({"server": name, "after": over, "up_again_s": round(time.monotonic() - killed, 1)})
-        self.up.set()
+        self.gate.open()
 
 
-def test_soak(bench: Any, pair: Any, keep: Any) -> None:
+def test_soak(bench: Any, pair: Any, gate: Any, keep: Any) -> None:
     count, seed = int(os.environ.get("SOAK_REQUESTS", "500")), int(os.environ.get("SOAK_SEED", "1"))
-    soak = Soak(bench, pair, random.Random(seed))  # noqa: S311
+    soak = Soak(bench, pair, gate, random.Random(seed))  # noqa: S311
     work = soak.plan(count)
     soak.wanted = [pair.single.post(bench.completion(prompt, TOKENS)).tokens for prompt in soak.prompts]
-    soak.up.set()
+    gate.open()
     started = time.monotonic()
     with ThreadPoolExecutor(1) as pool:
         killing = pool.submit(lambda: [soak.kill("prefill", count // 3), soak.kill("decode", count * 2 // 3)])

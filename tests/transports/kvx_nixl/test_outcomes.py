@@ -17,22 +17,11 @@ import pytest
 
 from kvx.cluster import free_ports
 from kvx.core.model import Mode, Role
+from kvx_conformance.suite.servers import SHORT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 BYTES = 256 << 20
 TRIES = 8
-BOUNDS = {
-    "lease_s": 10,
-    "patience_s": 20,
-    "part_gap_s": 10,
-    "op_timeout_s": 6,
-    "drain_limit_s": 3,
-    "grace_s": 4,
-    "keepalive_s": 1,
-    "lost_s": 3,
-    "ack_wait_s": 5,
-    "quarantine_s": 2,
-}
 LIMIT_S = 60.0
 """More than the longest of the bounds, on a machine that is busy."""
 
@@ -45,7 +34,7 @@ class Side:
         self.address = f"127.0.0.1:{port}"
         self.heard: list[dict[str, Any]] = []
         self._rest = b""
-        options = {"listen": self.address, "transports": [transport], transport: section, **BOUNDS}
+        options = {"listen": self.address, "transports": [transport], transport: section, **SHORT}
         self._process = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("rank_program.py"))],
             stdin=subprocess.PIPE,
@@ -151,4 +140,4 @@ def test_the_other_side_reports_in_bounded_time(
         facts["the other side, from SIGCONT on"] = other.reported(continued)[len(before) :]
     keep("nixl-outcomes", f"{name} {mode.value}: {victim.value} {what.name}", **facts)
     # Lease, drain, grace: whatever of these applies, the engine knows within their sum.
-    assert before[0]["at"] < BOUNDS["lease_s"] + BOUNDS["grace_s"] + 10
+    assert before[0]["at"] < SHORT["lease_s"] + SHORT["grace_s"] + 10
