@@ -93,6 +93,27 @@ def group_members(group: int) -> list[int]:
     return members
 
 
+def wait_stopped(*pids: int) -> None:
+    """Wait until no thread of these processes runs any more, after SIGSTOP; at most `KILL_S` seconds.
+
+    The signal itself reaches one thread, and the others when that one gets a core.
+    """
+    until = time.monotonic() + KILL_S
+    while not all(map(_stands_still, pids)) and time.monotonic() < until:
+        time.sleep(0.001)
+
+
+def _stands_still(pid: int) -> bool:
+    for stat in Path("/proc", str(pid), "task").glob("*/stat"):
+        try:
+            state = stat.read_text().rpartition(")")[2].split()[0]
+        except OSError:  # it ended while we looked
+            continue
+        if state not in "TtZX":
+            return False
+    return True
+
+
 @define
 class Child:
     """One server of a cluster: its HTTP address, its log, and the leader of its process group."""
@@ -121,11 +142,13 @@ class Child:
             return file.read().decode(errors="replace")
 
     def signal(self, number: int) -> None:
-        """Send a signal to the server and everything it has spawned."""
+        """Send a signal to the server and everything it has spawned; SIGSTOP is in force when this returns."""
         try:
             os.killpg(self.pid, number)
         except ProcessLookupError:
             return
+        if number == signal.SIGSTOP:
+            wait_stopped(*group_members(self.pid))
 
     def is_ready(self) -> bool:
         """Whether its URL answers 200 at this moment."""

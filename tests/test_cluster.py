@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvx.cluster import Cluster, ClusterError, free_ports, group_members
+from kvx.cluster import Child, Cluster, ClusterError, free_ports, group_members
 from kvx.driver import Launch
 
 SERVER = """
@@ -76,6 +76,40 @@ def test_a_stopped_server_can_be_ended(tmp_path: Path) -> None:
         cluster.wait_ready()
         one.signal(signal.SIGSTOP)
     assert one.process.returncode == -signal.SIGTERM
+
+
+BUSY = """
+import hashlib, sys, threading
+def work():
+    while True:
+        hashlib.pbkdf2_hmac("sha256", b"p", b"s", 100)  # without the interpreter's lock
+for _ in range(16):
+    threading.Thread(target=work).start()
+print("ready", flush=True)
+"""
+
+
+def nanoseconds_on_a_core(pid: int) -> int:
+    return sum(int(file.read_text().split()[0]) for file in Path(f"/proc/{pid}/task").glob("*/schedstat"))
+
+
+def test_no_thread_of_a_stopped_server_runs_on(tmp_path: Path) -> None:
+    process = subprocess.Popen((sys.executable, "-c", BUSY), stdout=subprocess.PIPE, process_group=0)
+    child = Child("busy", "", tmp_path / "log", process)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        for _ in range(20):
+            child.signal(signal.SIGSTOP)
+            before = nanoseconds_on_a_core(process.pid)
+            time.sleep(0.02)
+            assert nanoseconds_on_a_core(process.pid) == before
+            child.signal(signal.SIGCONT)
+            time.sleep(0.02)
+            assert nanoseconds_on_a_core(process.pid) > before
+    finally:
+        child.signal(signal.SIGKILL)
+        process.communicate(timeout=20)
 
 
 def test_a_dead_child_ends_the_wait_and_its_log_is_shown(tmp_path: Path) -> None:

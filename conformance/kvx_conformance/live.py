@@ -19,6 +19,7 @@ from typing import Any, Self
 import msgspec
 from attrs import define, field, frozen
 
+from kvx.cluster import wait_stopped
 from kvx.core.model import Mode, Role
 from kvx_conformance.actor import JUNK, Call
 from kvx_conformance.instance_program import Answer, Order, Setup
@@ -120,12 +121,8 @@ class Program:
         self.process.send_signal(number)
         if number == signal.SIGKILL:
             self.process.wait(_MARGIN_S)
-        until = time.monotonic() + _MARGIN_S
-        while number == signal.SIGSTOP and self._state() != "T" and time.monotonic() < until:
-            time.sleep(0.001)
-
-    def _state(self) -> str:
-        return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        if number == signal.SIGSTOP:
+            wait_stopped(self.process.pid)
 
     def close(self) -> None:
         """End it: its stdin ends, and what does not follow is killed."""

@@ -1,7 +1,7 @@
 """kvx_tcp with switches that a test turns while the servers run: files beside the one named by option `switch`.
 
 `drop`: operations report success and move nothing. `hold`: posts wait, after the first of each
-transfer. `mute`: bytes move, completions wait. What was posted and completed is written to `trace`.
+transfer. `mute`: bytes move, completions wait. What was posted, and what ended when, is written to `trace`.
 With option `region` the target can neither forbid nor fence, as over RDMA.
 """
 
@@ -84,14 +84,15 @@ class Switch(Wrapper):
     def poll(self) -> list[Completion]:
         while self._held and not self._is("hold"):
             self._held.popleft()[1]()
-        self._muted += super().poll()
-        if self._is("mute"):
-            return []
-        ended, self._muted = self._muted, []
+        ended = super().poll()
         for completion in ended:
             if isinstance(completion, OpDone | OpFailed):
                 self._trace(type(completion).__name__, completion.op_id, getattr(completion, "nbytes", 0))
                 self._posted.pop(completion.op_id, None)
+        self._muted += ended
+        if self._is("mute"):
+            return []
+        ended, self._muted = self._muted, []
         return ended
 
 

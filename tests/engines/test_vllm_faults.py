@@ -231,12 +231,17 @@ def hold_moving(bench: Any, trio: Trio, pool: ThreadPoolExecutor, body: Any, tra
 
 def hold_settling(bench: Any, trio: Trio, pool: ThreadPoolExecutor, body: Any, transfer: str) -> str:
     """Pull; all bytes are there, and the producer is stopped before it can answer Done."""
+    whole = bench.serve(trio.prefill, trio.decode, body, Mode.PULL).decode.kvx["bytes"]
     transfer = hold_moving(bench, trio, pool, body, transfer)
-    assert bench.until(lambda: "moving" in states(trio.decode, transfer), 10)
-    time.sleep(0.3)  # the bytes land; only their completions wait
+    assert bench.until(lambda: landed(trio, transfer) == whole, 10), trio.trace("decode", transfer)
     trio.prefill.child.signal(signal.SIGSTOP)
     trio.turn("decode", "mute", on=False)
     return transfer
+
+
+def landed(trio: Trio, transfer: str) -> int:
+    """Bytes of the transfer that have reached the decode server, whether or not it was told."""
+    return sum(line["bytes"] for line in trio.trace("decode", transfer) if line["what"] == "OpDone")
 
 
 def _enter_pull(bench: Any, trio: Trio, body: Any) -> str:

@@ -9,15 +9,14 @@ import select
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from pathlib import Path
 
 import msgspec
 import numpy as np
 from attrs import define, field
 
+from kvx.cluster import wait_stopped
 from kvx.core.model import Descriptors, InstanceInfo, Op, Peer, Stamp
 from kvx_conformance.suite.case import Finding
 from kvx_conformance.suite.ground import Ground
@@ -105,9 +104,7 @@ class PeerProcess:
     def stop(self) -> None:
         """SIGSTOP; it stands still when this returns."""
         self.process.send_signal(signal.SIGSTOP)
-        until = time.monotonic() + _END_S
-        while self._state() != "T" and time.monotonic() < until:
-            time.sleep(0.001)
+        wait_stopped(self.process.pid)
 
     def go_on(self) -> None:
         self.process.send_signal(signal.SIGCONT)
@@ -117,9 +114,6 @@ class PeerProcess:
         self._unwatch()
         self.process.kill()
         self.process.wait(_END_S)
-
-    def _state(self) -> str:
-        return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
 
     def _unwatch(self) -> None:
         if self.process.stdout is not None:
