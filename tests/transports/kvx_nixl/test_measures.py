@@ -26,7 +26,7 @@ from kvx_nixl.agent import Agent
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 PIECES = 131_072
-REPEAT = 5
+REPEAT = 15
 
 
 @pytest.mark.timeout(900)
