@@ -178,7 +178,7 @@ def test_a_transfer_that_fails_while_its_request_waits_for_room_does_not_hang(be
     bad = {"do_remote_prefill": True, "kvx": {"mode": "push", "transfer": secrets.token_hex(8), "from": "127.0.0.1:1"}}
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(decode.post, bench.completion(large, 200))
-        time.sleep(0.5)
+        assert bench.until(lambda: decode.blocks()["free"] < 10, 10), decode.blocks()
         answer = decode.post({**bench.completion(prompt), "kv_transfer_params": bad})
         assert running.result(120).status == 200
     assert answer.started < running.result().ended < answer.ended  # it had to wait for blocks
