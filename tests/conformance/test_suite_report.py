@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html.parser
+import importlib.metadata
 import json
 import xml.etree.ElementTree as ET
 from collections.abc import Mapping
@@ -10,10 +11,11 @@ from typing import Any
 
 import pytest
 
+import kvx
 from kvx import cli
 from kvx.core.errors import ConfigError
 from kvx.core.model import Access, Capabilities, FenceScope, Op
-from kvx_conformance.suite import page, report
+from kvx_conformance.suite import markdown, page, report, standard
 from kvx_conformance.suite.case import CASES, Case, Context, Profile, Verdict
 from kvx_conformance.suite.result import Result
 from kvx_conformance.suite.runner import Run, Work
@@ -62,7 +64,7 @@ def _rules() -> dict[str, str]:
 
 
 def orders(selection: Selection, declared: Capabilities) -> set[str]:
-    return {order.case.partition(".")[2] for order in selection.divide(features(declared)).orders}
+    return {order.case.partition(".")[2] for order in selection.divide(features(declared, Subject("other"))).orders}
 
 
 def test_what_is_asked_for_is_run(cases: Mapping[str, Case]) -> None:
@@ -74,7 +76,7 @@ def test_what_is_asked_for_is_run(cases: Mapping[str, Case]) -> None:
 
 
 def test_what_is_not_run_says_why(cases: Mapping[str, Case]) -> None:
-    work = Selection(exempt={cases["other"].id: "known"}).divide(features(WRITES))
+    work = Selection(exempt={cases["other"].id: "known"}).divide(features(WRITES, Subject("other")))
     assert {(one.id, one.verdict, one.detail) for one in work.settled} == {
         (cases["other"].id, Verdict.DISABLED, "known"),
         (cases["fenced"].id, Verdict.SKIP_UNDECLARED, "Needs fence, which is not declared."),
@@ -97,9 +99,9 @@ def test_a_selection_of_nothing_is_refused(wrong: Any, sentence: str) -> None:
         Selection(**wrong)
 
 
-def run(*results: Result, ordered: int | None = None) -> Run:
+def run(*results: Result, ordered: int | None = None, provisional: frozenset[str] = frozenset()) -> Run:
     subject = Subject("tcp", {"streams": 4, "secret": "hush hush", "name": "two words"})
-    one = Run(subject, lambda present: Work(()))
+    one = Run(subject, lambda present: Work(()), provisional=provisional)
     one.begin(WRITES)
     count = len(results) if ordered is None else ordered
     names = list(dict.fromkeys([*(result.id for result in results), *CASES]))[:count]
@@ -124,7 +126,7 @@ def test_the_report_holds_the_facts() -> None:
         selection,
     )
     assert content["schema"] == "kvx.conformance/1"
-    assert (content["suite"], content["protocol"]) == ("1.0", 1)
+    assert (content["suite"], content["protocol"]) == (standard.VERSION, 1)
     counts = {name: number for name, number in content["verdicts"].items() if number}
     assert counts == {"pass": 1, "fail": 1, "disabled": 1}
     assert content["verdicts"].keys() == {verdict.value for verdict in Verdict}
@@ -132,6 +134,12 @@ def test_the_report_holds_the_facts() -> None:
     assert content["declared"]["ops"] == ["write"]
     assert content["target"]["options"] == {"streams": 4, "secret": "(not shown)", "name": "two words"}
     assert content["target"]["distribution"].startswith("kvx ")
+    assert (content["target"]["name"], content["target"]["version"]) == ("tcp", kvx.__version__)
+    assert content["target"]["engine"] is content["target"]["adapter_distribution"] is None
+    assert content["target"]["libraries"].items() >= {
+        (name, importlib.metadata.version(name)) for name in ("attrs", "msgspec", "numpy", "pluggy")
+    }
+    assert content["provisional"] == dict.fromkeys(content["verdicts"], 0)
     assert "hush" not in json.dumps(content)
     (bad,) = [case for case in content["cases"] if case["verdict"] == "fail"]
     assert (bad["detail"], bad["checks"], bad["trace"], bad["output"]) == ("two bytes differ", 7, "trace", "output")
@@ -166,6 +174,70 @@ def test_a_run_that_is_not_whole_does_not_say_that_it_holds() -> None:
     some = document(run(Result(f"{MUST}.plain", Verdict.PASS)), Selection(only=("plain",)))
     assert (some["holds"], some["partial"]) == (True, True)
     assert "nothing of the others" in report.verdict(some)
+
+
+@pytest.mark.usefixtures("cases")
+def test_an_engines_report_names_its_release_and_what_it_is_tested_with() -> None:
+    one = run(Result(f"{MUST}.plain", Verdict.PASS))
+    one.subject = Subject("tcp", engine="reference")
+    target = document(one)["target"]
+    assert (target["name"], target["adapter_distribution"]) == ("reference", f"kvx {kvx.__version__}")
+    assert target["engine"] == {"name": "reference", "version": kvx.__version__, "tested": kvx.__version__}
+    assert "aiohttp" in target["libraries"]  # of the extra that is called like the engine
+    assert "pytest" not in target["libraries"]  # of another one
+    assert f"reference {kvx.__version__}" in markdown.render(document(one))
+
+
+@pytest.mark.parametrize("verdict", [Verdict.FAIL, Verdict.ERROR, Verdict.NOT_EXERCISED])
+@pytest.mark.usefixtures("cases")
+def test_a_provisional_case_is_reported_and_not_counted(verdict: Verdict) -> None:
+    new = f"{MUST}.plain"
+    results = (Result(new, verdict, "two bytes differ"), Result(f"{MUST}.other", Verdict.PASS))
+    one = run(*results, provisional=frozenset([new]))
+    content = document(one)
+    assert one.holds is content["holds"] is True
+    assert (sum(content["verdicts"].values()), content["verdicts"]["pass"]) == (1, 1)
+    assert (sum(content["provisional"].values()), content["provisional"][verdict.value]) == (1, 1)
+    assert sum(content["by_area"]["ENV"].values()) == sum(content["by_level"]["MUST"].values()) == 1
+    assert [case["id"] for case in content["cases"] if case["provisional"]] == [new]
+    told = "\n".join(report.lines(content))
+    assert f"{verdict.value.upper()} (provisional, not counted) {new}: two bytes differ" in told
+    assert "keeps the protocol" in told
+    suite = ET.fromstring(report.junit(content).encode())[0]  # noqa: S314 - our own text
+    assert (suite.get("tests"), suite.get("failures"), suite.get("errors"), suite.get("skipped")) == (
+        "2",
+        "0",
+        "0",
+        "1",
+    )
+    seen = _Page()
+    seen.feed(page.render(content))
+    for text in (seen.text, markdown.render(content)):
+        assert "two bytes differ" in text
+        assert "not count" in text
+    assert not document(run(*results))["holds"]
+
+
+@pytest.mark.usefixtures("cases")
+def test_a_run_of_provisional_cases_alone_says_nothing() -> None:
+    new = f"{MUST}.plain"
+    content = document(run(Result(new, Verdict.PASS), provisional=frozenset([new])))
+    assert "Nothing is said" in report.verdict(content)
+
+
+def test_a_case_is_provisional_in_the_version_that_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = {"old": {"since": "1.0"}, "last": {"since": "1.4"}, "new": {"since": "1.5"}}
+    monkeypatch.setattr(standard, "load", lambda: listed)
+    for version, expected in (("1.0", set()), ("1.4", {"last"}), ("1.5", {"new"}), ("1.6", set())):
+        monkeypatch.setattr(standard, "VERSION", version)
+        assert standard.provisional() == expected
+    rows = [row.split(" | ") for row in standard.versions().splitlines()[2:]]
+    assert [(row[0].lstrip("| "), row[2], row[3].rstrip(" |")) for row in rows] == [
+        ("1.0", "1", "1.0"),
+        ("1.4", "1", "1.5"),
+        ("1.5", "1", "1.6"),
+        ("1.6", "0", "1.7"),
+    ]
 
 
 NASTY = "<script>alert('x')</script> & \x00\x1b[31m \ud7ff"
@@ -217,8 +289,10 @@ def test_the_page_is_one_file_without_script_and_shows_the_bad_first() -> None:
     tags = {tag for tag, _ in seen.tags}
     assert not tags & {"script", "link", "img", "iframe"}
     assert not any(name in attributes for _, attributes in seen.tags for name in ("src", "href", "onclick"))
-    for word in ("does NOT keep", "alert('x')", "Needs fence.", content["digest"], "kvx conformance run", "FAIL"):
+    for word in ("does NOT keep", "alert('x')", "Needs fence.", content["digest"], "kvx conformance run"):
         assert word in seen.text
+        assert word in markdown.render(content)
+    assert "FAIL" in seen.text
     assert seen.text.index("KVX-TRN-001.moves") < seen.text.index(f"{MUST}.plain")
     assert "hush" not in text
 

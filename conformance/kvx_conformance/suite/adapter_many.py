@@ -106,6 +106,7 @@ def mixed(mode: Mode, context: Context) -> None:
     "drained",
     "The prefill instance is drained while bytes are under way: this request and the next one are answered with the "
     "tokens of a single instance, and it comes to hold nothing.",
+    needs=[Feature.ALONE],
 )
 def drained(mode: Mode, context: Context) -> None:
     with servers(context, mode) as bench:
@@ -120,9 +121,31 @@ def drained(mode: Mode, context: Context) -> None:
         context.check((status, tokens) == (200, alone), f"{status} {tokens} instead of {alone} while it is drained")
         after, alone = bench.through(following), bench.alone(following)
         context.check(after == alone, f"{after} instead of {alone} once it is drained")
-        limit_s = bench.bound_s("an abort")
-        empty = until(lambda: not bench.open(bench.prefill), limit_s)
-        context.check(empty, f"it still holds {bench.open(bench.prefill)} after {limit_s:g} s")
+        _comes_to_hold_nothing(context, bench)
+
+
+@each_mode(
+    "KVX-ADP-007",
+    "drained-roles",
+    "The prefill instance of an engine whose servers have roles is drained while bytes are under way: this request has "
+    "the tokens of a single instance, the next one has them too or an error, and it comes to hold nothing.",
+    lacks=[Feature.ALONE],
+)
+def drained_with_roles(mode: Mode, context: Context) -> None:
+    with servers(context, mode) as bench:
+        first, following = bench.prompts([3 * bench.place.small.block_size] * 2)
+        bench.gate.touch()
+        client = bench.start(first)
+        bench.begun()
+        bench.drain(bench.prefill)
+        bench.gate.unlink()
+        status, tokens = client.answer(ANSWER_S * context.pace)
+        alone = bench.alone(first)
+        context.check((status, tokens) == (200, alone), f"{status} {tokens} instead of {alone} while it is drained")
+        status, tokens = bench.start(following).answer(ANSWER_S * context.pace)
+        alone = bench.alone(following)
+        context.check(status != 200 or tokens == alone, f"{tokens} instead of {alone} once it is drained")
+        _comes_to_hold_nothing(context, bench)
 
 
 @case(
@@ -130,7 +153,7 @@ def drained(mode: Mode, context: Context) -> None:
     "late-write",
     "A push's client leaves while writes hang that nobody can stop: the decode instance gives no block of it away "
     "before they are over, and all of them afterwards.",
-    needs=[Feature.BLOCKS, Feature.WRITE],
+    needs=[Feature.BLOCKS, Feature.PUSH, Feature.WRITE],
     limit_s=LIMIT_S,
 )
 def late_write(context: Context) -> None:
@@ -151,6 +174,12 @@ def late_write(context: Context) -> None:
             time.sleep(0.05)
         bench.gate.unlink()
         _whole(context, bench, bench.decode, before)
+
+
+def _comes_to_hold_nothing(context: Context, bench: Servers) -> None:
+    limit_s = bench.bound_s("an abort")
+    empty = until(lambda: not bench.open(bench.prefill), limit_s)
+    context.check(empty, f"it still holds {bench.open(bench.prefill)} after {limit_s:g} s")
 
 
 def _prompts(bench: Servers, count: int) -> list[list[int]]:

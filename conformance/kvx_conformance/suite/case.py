@@ -74,7 +74,7 @@ class Context:
 
     @property
     def features(self) -> frozenset[Feature]:
-        return features(self.declared, relayed=self.subject.relayed, counted=self.subject.counted)
+        return features(self.declared, self.subject)
 
     def check(self, holds: object, problem: str) -> None:
         """Compare something that the sentence is about. Raises Finding."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from kvx import report as output
 from kvx.core.errors import ConfigError, PluginError
-from kvx_conformance.suite import page, report, self_test, standard
+from kvx_conformance.suite import markdown, page, report, self_test, standard
 from kvx_conformance.suite.case import CASES, Case, Profile
 from kvx_conformance.suite.progress import Progress
 from kvx_conformance.suite.runner import SUITE, Run, ends_on_term, perform
@@ -66,7 +66,7 @@ def _run(options: argparse.Namespace) -> int:
         pace=options.pace,
     )
     subject = Subject(options.transport or "tcp", values, options.instance, options.adapter or "")
-    run = Run(subject, selection.divide, modules, options.seed, options.pace)
+    run = Run(subject, selection.divide, modules, options.seed, options.pace, standard.provisional())
     started = time.monotonic()
     interrupted = False
     with Progress(len(selection.cases()), verbose=options.verbose) as progress:
@@ -83,6 +83,8 @@ def _run(options: argparse.Namespace) -> int:
         report.write_text("--junit", options.junit, report.junit(content))
     if options.html:
         report.write_text("--html", options.html, page.render(content))
+    if options.markdown:
+        report.write_text("--markdown", options.markdown, markdown.render(content))
     _emit(options.json, content, report.lines(content))
     return 130 if interrupted else int(not run.holds or not content["cases"])
 
@@ -211,6 +213,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.add_argument("--junit", metavar="FILE", help="write JUnit XML")
     run.add_argument("--html", metavar="FILE", help="write one page for a person")
+    run.add_argument("--markdown", metavar="FILE", help="write the same shorter, as Markdown")
 
     shown = commands.add_parser("list", help="show the cases without running them")
     shown.set_defaults(call=_list)

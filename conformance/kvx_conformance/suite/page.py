@@ -10,7 +10,6 @@ from typing import Any
 from kvx_conformance import rules
 from kvx_conformance.suite import report, self_test
 from kvx_conformance.suite.case import Verdict
-from kvx_conformance.suite.result import BAD
 
 _WORDS = {
     Verdict.PASS: ("pass", "the case tried to break its sentence, and could not"),
@@ -70,10 +69,11 @@ def render(content: Mapping[str, Any]) -> str:
     target = content["target"]
     name = target["adapter"] or target["transport"]
     good = content["holds"] and not content["partial"]
-    bad = [case for case in content["cases"] if Verdict(case["verdict"]) in BAD]
+    bad = [case for case in content["cases"] if report.is_bad(case) and not case["provisional"]]
+    new = [case for case in content["cases"] if report.uncounted(case)]
     parts = [
         f"<h1>{escape(name)}: kvx conformance</h1>",
-        f'<p class="soft">{_about(target)}. {_INTRODUCTION}</p>',
+        f'<p class="soft">{escape(report.about(target))}. {_INTRODUCTION}</p>',
         f'<div class="verdict {"good" if good else "bad"}">{escape(report.verdict(content))}</div>',
         _facts(content),
         "<h2>In numbers</h2>",
@@ -81,6 +81,8 @@ def render(content: Mapping[str, Any]) -> str:
     ]
     if bad:
         parts += ["<h2>What is bad, and why</h2>", *map(_card, bad)]
+    if new:
+        parts += ["<h2>Bad in provisional cases, which do not count yet</h2>", *map(_card, new)]
     titles = rules.load()[0]
     for letters in content["by_area"]:
         parts += [f"<h2>{escape(titles[letters])} <span class=soft>KVX-{letters}</span></h2>", _table(content, letters)]
@@ -134,40 +136,22 @@ def _page(title: str, parts: Iterable[str]) -> str:
     return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n'
 
 
-def _about(target: Mapping[str, Any]) -> str:
-    what = f"Engine {target['adapter']} over transport" if target["adapter"] else "Transport"
-    of = f" of {target['distribution']}" if target["distribution"] else ""
-    return escape(f"{what} {target['transport']}{of}")
-
-
 def _facts(content: Mapping[str, Any]) -> str:
-    declared, host = content["declared"], content["host"]
-    options = ", ".join(f"{key} = {value!r}" for key, value in content["target"]["options"].items())
-    fence = "one peer" if declared["fence"] == "peer" else declared["fence"]
-    facts = {
-        "declares": f"{' and '.join(declared['ops'])}; access by {declared['access']}; fence: {fence}; "
-        f"cancel: {'yes' if declared['cancel'] else 'no'}; memory: {', '.join(declared['memory'])}",
-        "asked": f"profile {content['profile']}, {'MUST and SHOULD' if content['strict'] else 'MUST only'}"
-        + (f", only {', '.join(content['only'])}" if content["only"] else ""),
-        "options": options,
-        "left out": "; ".join(f"{one['id']}: {one['reason']}" for one in content["exempt"]),
-        "not reached": ", ".join(content["not_reached"]),
-        "versions": f"kvx {content['kvx']}, suite {content['suite']}, protocol {content['protocol']}, "
-        f"Python {host['python']}",
-        "machine": f"{host['system']}, {host['cpu'] or host['machine']}, {host['cpus']} cores",
-        "run": f"{content['date']}, {content['seconds']:.1f} s, seed {content['seed']}",
-    }
-    return "<dl>" + "".join(f"<dt>{key}</dt><dd>{escape(text)}</dd>" for key, text in facts.items() if text) + "</dl>"
+    facts = report.facts(content).items()
+    return "<dl>" + "".join(f"<dt>{title}</dt><dd>{escape(text)}</dd>" for title, text in facts) + "</dl>"
 
 
 def _numbers(content: Mapping[str, Any]) -> str:
     levels = sorted(content["by_level"])
+    new = any(content["provisional"].values())
     rows = []
     for verdict, (word, meaning) in _WORDS.items():
         counts = [content["by_level"][level][verdict.value] for level in levels]
+        counts += [content["provisional"][verdict.value]] if new else []
         cells = "".join(f'<td class="time">{count or "-"}</td>' for count in counts)
         rows.append(f'<tr><td class="word {verdict.value}">{word}</td>{cells}<td class="soft">{meaning}</td></tr>')
-    heads = "".join(f'<th class="time">{level}</th>' for level in levels)
+    columns = [*levels, *(["provisional"] if new else [])]
+    heads = "".join(f'<th class="time">{column}</th>' for column in columns)
     return f"<table><tr><th>verdict</th>{heads}<th>means</th></tr>{''.join(rows)}</table>"
 
 
@@ -189,13 +173,14 @@ def _card(case: Mapping[str, Any]) -> str:
 def _table(content: Mapping[str, Any], letters: str) -> str:
     cases = sorted(
         (case for case in content["cases"] if case["area"] == letters),
-        key=lambda case: (Verdict(case["verdict"]) not in BAD, case["id"]),
+        key=lambda case: (not report.is_bad(case), case["id"]),
     )
     rows = []
     for case in cases:
         verdict = Verdict(case["verdict"])
         detail = f'<br><span class="{verdict.value}">{escape(case["detail"])}</span>' if case["detail"] else ""
         beside = "" if case["standard"] else '<br><span class="soft">beside the standard list</span>'
+        beside += '<br><span class="soft">provisional: not counted</span>' if case["provisional"] else ""
         rows.append(
             f'<tr><td class="id"><code>{escape(case["id"])}</code>{beside}</td><td>{case["level"]}</td>'
             f'<td>{_text(case["title"])}{detail}<br><span class="soft">{_text(case["sentence"])}</span></td>'

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime as dt
 import hashlib
-import importlib.metadata
 import json
 import shlex
 import xml.etree.ElementTree as ET
@@ -16,11 +15,11 @@ from typing import Any
 import msgspec
 from attrs import asdict
 
-from kvx import plugins, report
+from kvx import report
 from kvx.core import wire
 from kvx.core.errors import ConfigError
 from kvx_conformance import rules
-from kvx_conformance.suite import standard
+from kvx_conformance.suite import standard, versions
 from kvx_conformance.suite.case import CASES, Verdict
 from kvx_conformance.suite.result import BAD, Result
 from kvx_conformance.suite.runner import SUITE, Run
@@ -34,6 +33,7 @@ def document(run: Run, selection: Selection, *, jobs: int, seconds: float) -> di
     """The whole report; `digest` is the SHA-256 of all else in it, so that a changed report shows."""
     results = sorted(run.results.values(), key=lambda result: result.id)
     listed = standard.load()
+    counted = [result for result in results if result.id not in run.provisional]
     fields = {
         "suite": standard.VERSION,
         "protocol": wire.VERSION,
@@ -42,10 +42,11 @@ def document(run: Run, selection: Selection, *, jobs: int, seconds: float) -> di
         "declared": _declared(run),
         "holds": run.holds,
         "partial": bool(selection.only or run.not_reached),
-        "verdicts": count(results),
-        "by_level": _grouped(results, lambda result: CASES[result.id].level.value),
-        "by_area": _grouped(results, lambda result: area(CASES[result.id])),
-        "cases": [_case(result, listed) for result in results],
+        "verdicts": count(counted),
+        "provisional": count(result for result in results if result.id in run.provisional),
+        "by_level": _grouped(results, run.provisional, lambda result: CASES[result.id].level.value),
+        "by_area": _grouped(results, run.provisional, lambda result: area(CASES[result.id])),
+        "cases": [_case(result, listed, run.provisional) for result in results],
         "profile": selection.profile.value,
         "strict": selection.strict,
         "only": list(selection.only),
@@ -101,7 +102,7 @@ def junit(content: Mapping[str, Any]) -> str:
     titles = rules.load()[0]
     for letters in content["by_area"]:
         cases = [case for case in content["cases"] if case["area"] == letters]
-        found = Counter(case["verdict"] for case in cases)
+        found = Counter("disabled" if uncounted(case) else case["verdict"] for case in cases)
         suite = ET.SubElement(
             root,
             "testsuite",
@@ -130,7 +131,10 @@ def write_text(option: str, target: str, text: str) -> None:
 def _test(suite: ET.Element, case: Mapping[str, Any]) -> None:
     test = ET.SubElement(suite, "testcase", classname=case["rule"], name=case["id"], time=f"{case['seconds']:.3f}")
     kinds = {"fail": "failure", "not_exercised": "failure", "error": "error"}
-    if case["verdict"] in ("skip_undeclared", "disabled"):
+    if uncounted(case):
+        text = f"provisional, not counted: {case['verdict']}: {case['detail']}"
+        ET.SubElement(test, "skipped", message=_printable(text))
+    elif case["verdict"] in ("skip_undeclared", "disabled"):
         ET.SubElement(test, "skipped", message=_printable(case["detail"]))
     elif case["verdict"] != "pass":
         bad = ET.SubElement(test, kinds[case["verdict"]], type=case["verdict"], message=_printable(case["detail"]))
@@ -143,7 +147,7 @@ def _printable(text: str) -> str:
     return "".join(sign if sign in "\n\t" or sign.isprintable() else f"\\x{ord(sign):02x}" for sign in text)
 
 
-def _case(result: Result, listed: Collection[str]) -> dict[str, Any]:
+def _case(result: Result, listed: Collection[str], provisional: Collection[str]) -> dict[str, Any]:
     case = CASES[result.id]
     return {
         "id": case.id,
@@ -152,6 +156,7 @@ def _case(result: Result, listed: Collection[str]) -> dict[str, Any]:
         "level": case.level.value,
         "profile": case.profile.value,
         "standard": case.id in listed,
+        "provisional": case.id in provisional,
         "sentence": case.sentence,
         "title": case.title,
         "needs": sorted(feature.value for feature in case.needs),
@@ -160,10 +165,13 @@ def _case(result: Result, listed: Collection[str]) -> dict[str, Any]:
     }
 
 
-def _grouped(results: Iterable[Result], key: Callable[[Result], str]) -> dict[str, dict[str, int]]:
+def _grouped(
+    results: Iterable[Result], provisional: Collection[str], key: Callable[[Result], str]
+) -> dict[str, dict[str, int]]:
+    """The counts of each group; one of provisional cases alone has zeros."""
     groups: dict[str, list[Result]] = {}
     for result in results:
-        groups.setdefault(key(result), []).append(result)
+        groups.setdefault(key(result), []).extend([] if result.id in provisional else [result])
     return {name: count(found) for name, found in groups.items()}
 
 
@@ -174,11 +182,11 @@ def _declared(run: Run) -> dict[str, Any]:
 
 def _target(subject: Subject) -> dict[str, Any]:
     return {
+        **versions.target(subject),
         "transport": subject.transport,
         "options": {key: _MASK if _secret(key) else value for key, value in subject.options.items()},
         "instance": subject.instance,
         "adapter": subject.engine or None,
-        "distribution": distribution(subject.transport, plugins.GROUP),
     }
 
 
@@ -186,28 +194,64 @@ def _secret(key: str) -> bool:
     return any(word in key.lower() for word in ("secret", "password", "token", "key"))
 
 
-def distribution(name: str, group: str) -> str | None:
-    """The installed distribution that provides it, with its version; None: it is not from one."""
-    if ":" in name:
-        package = name.partition(":")[0].partition(".")[0]
-        found = importlib.metadata.packages_distributions().get(package, [])
-    else:
-        entries = [entry for entry in importlib.metadata.entry_points(group=group) if name.split("-")[0] == entry.name]
-        found = [entry.dist.name for entry in entries if entry.dist is not None]
-    return f"{found[0]} {importlib.metadata.version(found[0])}" if found else None
+def is_bad(case: Mapping[str, Any]) -> bool:
+    """Of one of a report's `cases`: whether its verdict is bad, be it counted or not."""
+    return Verdict(case["verdict"]) in BAD
+
+
+def uncounted(case: Mapping[str, Any]) -> bool:
+    """Whether its verdict is bad and is not counted, since the case is provisional."""
+    return bool(case["provisional"]) and is_bad(case)
+
+
+def facts(content: Mapping[str, Any]) -> dict[str, str]:
+    """What a person has to know of a run, in words, by their titles; what does not apply is left out."""
+    declared, host, target = content["declared"], content["host"], content["target"]
+    fence = "one peer" if declared["fence"] == "peer" else declared["fence"]
+    engine = target["engine"]
+    found = {
+        "declares": f"{' and '.join(declared['ops'])}; access by {declared['access']}; fence: {fence}; "
+        f"cancel: {'yes' if declared['cancel'] else 'no'}; memory: {', '.join(declared['memory'])}",
+        "asked": f"profile {content['profile']}, {'MUST and SHOULD' if content['strict'] else 'MUST only'}"
+        + (f", only {', '.join(content['only'])}" if content["only"] else ""),
+        "options": ", ".join(f"{key} = {value!r}" for key, value in target["options"].items()),
+        "left out": "; ".join(f"{one['id']}: {one['reason']}" for one in content["exempt"]),
+        "not reached": ", ".join(content["not_reached"]),
+        "engine": f"{engine['name']} {engine['version']}; adapter tested with {engine['tested']}" if engine else "",
+        "versions": f"kvx {content['kvx']}, suite {content['suite']}, protocol {content['protocol']}, "
+        f"Python {host['python']}",
+        "libraries": ", ".join(f"{name} {version}" for name, version in target["libraries"].items()),
+        "machine": f"{host['system']}, {host['cpu'] or host['machine']}, {host['cpus']} cores",
+        "run": f"{content['date']}, {content['seconds']:.1f} s, seed {content['seed']}, pace {content['pace']:g}",
+    }
+    return {title: text for title, text in found.items() if text}
+
+
+def about(target: Mapping[str, Any]) -> str:
+    """What was tested, in one line."""
+    what = f"Engine {target['adapter']} over transport" if target["adapter"] else "Transport"
+    of = f" of {target['distribution']}" if target["distribution"] else ""
+    by = f", adapter of {target['adapter_distribution']}" if target["adapter_distribution"] else ""
+    return f"{what} {target['transport']}{of}{by}"
 
 
 def lines(content: Mapping[str, Any]) -> list[str]:
     """What a person reads on a terminal."""
-    counts = content["verdicts"]
     found = []
     for case in content["cases"]:
-        if case["verdict"] in {verdict.value for verdict in BAD}:
-            found += [f"{case['verdict'].upper()} {case['id']}: {case['detail']}", f"    {case['sentence']}", ""]
-    said = ", ".join(f"{number} {name}" for name, number in counts.items() if number)
+        if is_bad(case):
+            word = f"{case['verdict'].upper()}{' (provisional, not counted)' if case['provisional'] else ''}"
+            found += [f"{word} {case['id']}: {case['detail']}", f"    {case['sentence']}", ""]
     levels = ", ".join(f"{sum(one.values())} {level}" for level, one in sorted(content["by_level"].items()))
-    found.append(f"{len(content['cases'])} cases ({levels}) in {content['seconds']:.1f} s: {said}")
+    counted = sum(content["verdicts"].values())
+    found.append(f"{counted} cases ({levels}) in {content['seconds']:.1f} s: {_said(content['verdicts'])}")
+    if new := sum(content["provisional"].values()):
+        found.append(f"{new} provisional cases, which do not count: {_said(content['provisional'])}")
     return [*found, verdict(content), f"again: {content['reproduce']}"]
+
+
+def _said(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{number} {name}" for name, number in counts.items() if number)
 
 
 def verdict(content: Mapping[str, Any]) -> str:
@@ -216,11 +260,14 @@ def verdict(content: Mapping[str, Any]) -> str:
     bad = sum(content["verdicts"][verdict.value] for verdict in BAD)
     profile = f"profile {content['profile']}{', strict' if content['strict'] else ''}"
     if bad:
-        return f"{name} does NOT keep the protocol: {bad} of {len(content['cases'])} cases are bad ({profile})."
+        counted = sum(content["verdicts"].values())
+        return f"{name} does NOT keep the protocol: {bad} of {counted} cases are bad ({profile})."
     if content["not_reached"]:
         return f"Nothing is said of {name}: the run ended before {len(content['not_reached'])} cases were reached."
     if not content["cases"]:
         return f"Nothing is said of {name}: no case that was asked for applies to what it declares."
+    if not sum(content["verdicts"].values()):
+        return f"Nothing is said of {name}: only provisional cases were asked for, which do not count yet."
     exempt = f", {len(content['exempt'])} cases left out on request" if content["exempt"] else ""
     if content["only"]:
         return f"{name} keeps what these cases ask; this says nothing of the others ({profile}{exempt})."

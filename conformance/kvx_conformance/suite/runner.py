@@ -57,6 +57,8 @@ class Run:
     modules: tuple[str, ...] = SUITE
     seed: int = 1
     pace: float = 1.0
+    provisional: frozenset[str] = frozenset()
+    """Cases whose verdicts are reported and not counted."""
     jobs: int | None = None
     """Workers that this run may have at the same time; None: as many as there are."""
     declared: Capabilities | None = None
@@ -68,9 +70,10 @@ class Run:
 
     @property
     def holds(self) -> bool:
-        """Whether the subject could be tested, every case was reached, and no verdict is bad."""
+        """Whether the subject could be tested, every case was reached, and no verdict that counts is bad."""
         reached = self.work is not None and not self.refused and not self.not_reached
-        return reached and not any(result.verdict in BAD for result in self.results.values())
+        counted = (result for result in self.results.values() if result.id not in self.provisional)
+        return reached and not any(result.verdict in BAD for result in counted)
 
     @property
     def not_reached(self) -> list[str]:
@@ -81,7 +84,7 @@ class Run:
         """The first worker's word counts; a subject that says something else later is refused."""
         if self.declared is None:
             self.declared = declared
-            self.work = self.choose(features(declared, relayed=self.subject.relayed, counted=self.subject.counted))
+            self.work = self.choose(features(declared, self.subject))
             self.results.update({result.id: result for result in self.work.settled})
             self.waiting.extend(self.work.orders)
         elif declared != self.declared:

@@ -21,7 +21,7 @@ from kvx import demo
 from kvx.cluster import Child
 from kvx.config import Options, bounds
 from kvx.core.errors import ConfigError, KvxError, PluginError
-from kvx.core.model import Mode
+from kvx.core.model import Mode, Role
 from kvx.operator import ask
 from kvx.up import Node, Site, site
 from kvx_conformance.suite.case import Context, Finding, NotExercised
@@ -52,7 +52,10 @@ _POLL_S = 0.05
 
 @define
 class Servers:
-    """Prefill, decode, and a router of one mode before them; a gate holds every moved byte back while it is shut."""
+    """Prefill, decode, and a router of one mode before them; a gate holds every moved byte back while it is shut.
+
+    `single` is a server without kvx, of an engine whose servers have roles and do not serve alone.
+    """
 
     place: Site
     context: Context
@@ -61,6 +64,7 @@ class Servers:
     decode: Node
     router: Child
     gate: Path
+    single: Child | None = None
 
     def bound_s(self, failure: str) -> float:
         """By when both engines have their outcome, with what the engine itself needs (`kvx.config.BOUNDS`)."""
@@ -74,8 +78,8 @@ class Servers:
         return self._tokens((router or self.router).url, prompt)
 
     def alone(self, prompt: Sequence[int]) -> list[int]:
-        """The tokens of the decode server as a single instance."""
-        return self._tokens(self.decode.url, prompt)
+        """The tokens of a single instance: of the decode server, or of one without kvx."""
+        return self._tokens((self.single or self.decode.child).url, prompt)
 
     def start(self, prompt: Sequence[int]) -> Client:
         """A client that has sent its request and waits."""
@@ -124,8 +128,8 @@ class Servers:
     def replace_prefill(self) -> None:
         """Start it again at its old addresses."""
         with _guarded("restart of the prefill server"):
-            options = _options(self.context, self.gate, GATED, demo.DROPPING)
-            self.prefill = self.place.engine("prefill-again", instead_of=self.prefill, **options)
+            options = _options(self.context, self.gate, self.place, GATED, demo.DROPPING)
+            self.prefill = self.place.engine("prefill-again", Role.PRODUCER, instead_of=self.prefill, **options)
             self.place.wait_ready(self.prefill.child)
 
     def _tokens(self, url: str, prompt: Sequence[int]) -> list[int]:
@@ -173,19 +177,21 @@ def servers(context: Context, mode: Mode, gated: str = GATED) -> Generator[Serve
     with contextlib.ExitStack() as stack:
         with _guarded("the start of the servers"):
             place = stack.enter_context(site(context.subject.engine, "", (), _say))
-            prefill = place.engine("prefill", **_options(context, gate, gated, demo.DROPPING))
+            prefill = place.engine("prefill", Role.PRODUCER, **_options(context, gate, place, gated, demo.DROPPING))
             log = place.cluster.logs / "decode.jsonl"
-            decode = place.engine("decode", **_options(context, gate, gated), event_log=str(log))
+            decode = place.engine("decode", Role.CONSUMER, **_options(context, gate, place, gated), event_log=str(log))
+            single = place.single("single") if place.driver.has_roles else None
             place.wait_ready()
             router = place.router("router", [prefill], [decode], mode)
             place.wait_ready(router)
-        yield Servers(place, context, mode, prefill, decode, router, gate)
+        yield Servers(place, context, mode, prefill, decode, router, gate, single)
 
 
 def control(bench: Servers) -> Child:
     """A router before a further decode server, whose transport says that every byte has come and moves none."""
     with _guarded("the start of the control"):
-        node = bench.place.engine("control", **_options(bench.context, bench.gate, demo.DROPPING))
+        options = _options(bench.context, bench.gate, bench.place, demo.DROPPING)
+        node = bench.place.engine("control", Role.CONSUMER, **options)
         bench.place.wait_ready(node.child)
         router = bench.place.router("control-router", [bench.prefill], [node], bench.mode)
         bench.place.wait_ready(router)
@@ -202,10 +208,12 @@ def until(condition: Callable[[], object], limit_s: float) -> bool:
     return True
 
 
-def _options(context: Context, gate: Path, *transports: str) -> dict[str, Any]:
+def _options(context: Context, gate: Path, place: Site, *transports: str) -> dict[str, Any]:
     """Of an instance that has these wrappers of the subject's transport."""
     inner = {**context.subject.options, "inner": context.subject.transport}
-    own = {GATED: {"gate": str(gate)}, UNSTOPPABLE: {"gate": str(gate)}}
+    own: dict[str, dict[str, Any]] = {GATED: {"gate": str(gate)}, UNSTOPPABLE: {"gate": str(gate)}}
+    if place.small.cache_regions is not None:
+        own[demo.DROPPING] = {"regions": place.small.cache_regions}
     return {**SHORT, "transports": list(transports), **{name: {**inner, **own.get(name, {})} for name in transports}}
 
 

@@ -19,8 +19,10 @@ from kvx_conformance.suite.case import CASES, Case
 from kvx_conformance.suite.runner import SUITE
 
 FILE = Path(__file__).with_name("standard.toml")
-VERSION = "1.0"
+VERSION = "1.1"
 """The suite's own version: its first number is that of the protocol, the second rises with each change of the list."""
+_FIRST = "1.0"
+"""Nobody had this version before its cases, so none of them is provisional."""
 _HEAD = """\
 # The standard cases of suite {version}: an id stays, and means the same case.
 # Made by `python -m kvx_conformance.suite.standard --write`.
@@ -28,9 +30,26 @@ _HEAD = """\
 
 
 def load() -> dict[str, dict[str, str]]:
-    """Profile, level and function of each standard case, by id."""
+    """Profile, level and function of each standard case, and the version of the suite that it is in since, by id."""
     content: dict[str, dict[str, str]] = tomllib.loads(FILE.read_text(encoding="utf-8"))
     return content
+
+
+def provisional() -> frozenset[str]:
+    """The cases that are new in this version: reported, and counted from the next one on."""
+    return frozenset(name for name, facts in load().items() if facts["since"] == VERSION != _FIRST)
+
+
+def versions() -> str:
+    """The suite's versions and what each has brought, as Markdown."""
+    since = [facts["since"] for facts in load().values()]
+    rows = []
+    for version in sorted({*since, VERSION}, key=lambda text: [int(part) for part in text.split(".")]):
+        major, _, minor = version.partition(".")
+        counted = version if version == _FIRST else f"{major}.{int(minor) + 1}"
+        rows.append(f"| {version} | {major} | {since.count(version)} | {counted} |")
+    head = "| suite | protocol | new cases | counted from |"
+    return "\n".join([head, "|---|---|---|---|", *rows]) + "\n"
 
 
 def problems(cases: Mapping[str, Case], exempt: Collection[str] = ()) -> list[str]:
@@ -54,10 +73,12 @@ def problems(cases: Mapping[str, Case], exempt: Collection[str] = ()) -> list[st
 
 
 def table(cases: Mapping[str, Case]) -> str:
-    """The text of the list."""
+    """The text of the list: a case that is not in it yet is new in this version."""
+    known = load()
     parts = [_HEAD.format(version=VERSION)]
     for name, case in sorted(cases.items()):
-        facts = "\n".join(f'{key} = "{value}"' for key, value in _facts(case).items())
+        since = known[name]["since"] if name in known else VERSION
+        facts = "\n".join(f'{key} = "{value}"' for key, value in {**_facts(case), "since": since}.items())
         parts.append(f'["{name}"]\n{facts}\n')
     return "\n".join(parts)
 

@@ -11,7 +11,7 @@ from attrs import field, frozen
 
 from kvx import plugins
 from kvx.core.errors import PluginError
-from kvx.core.model import Access, Capabilities, FenceScope, Op
+from kvx.core.model import Access, Capabilities, FenceScope, Mode, Op
 from kvx.driver import EngineDriver
 from kvx.engine import EngineInstance
 from kvx.transport import Transport
@@ -20,7 +20,7 @@ OPEN_INSTANCE = "kvx.instance:open_instance"
 
 
 class Feature(Enum):
-    """What a transport may have or lack. A case that needs a feature is not run where it is not declared."""
+    """What a transport or an engine may have or lack. A case is not run where what it needs is not declared."""
 
     WRITE = "write"
     READ = "read"
@@ -29,19 +29,25 @@ class Feature(Enum):
     CANCEL = "cancel"
     RELAY = "relay"  # its data connections can be led through a proxy
     BLOCKS = "blocks"  # an engine's driver counts its servers' free blocks
+    PUSH = "push"  # an engine's servers can
+    PULL = "pull"
+    ALONE = "alone"  # an engine's servers have no roles: each serves requests alone too
 
 
-def features(declared: Capabilities, *, relayed: bool = False, counted: bool = False) -> frozenset[Feature]:
-    """The features of a declaration, which is the transport's own `capabilities`, whether it can be `relayed`, and
-    whether an engine's blocks can be `counted`."""
+def features(declared: Capabilities, subject: Subject) -> frozenset[Feature]:
+    """What this subject has: by its transport's `capabilities`, by how that is made, and by its engine's driver."""
+    driver = subject.driver() if subject.engine else None
     present = {
         Feature.WRITE: Op.WRITE in declared.ops,
         Feature.READ: Op.READ in declared.ops,
         Feature.FORBID: declared.access is Access.GRANT,
         Feature.FENCE: declared.fence is FenceScope.PEER,
         Feature.CANCEL: declared.cancel,
-        Feature.RELAY: relayed,
-        Feature.BLOCKS: counted,
+        Feature.RELAY: subject.relayed,
+        Feature.BLOCKS: isinstance(driver, CountsBlocks),
+        Feature.PUSH: driver is not None and Mode.PUSH in driver.modes,
+        Feature.PULL: driver is not None and Mode.PULL in driver.modes,
+        Feature.ALONE: driver is not None and not driver.has_roles,
     }
     return frozenset(feature for feature, declares in present.items() if declares)
 
@@ -86,10 +92,6 @@ class Subject:
         if found.installed() is None:
             raise PluginError(f"engine {self.engine!r} is not installed in this environment")
         return found
-
-    @property
-    def counted(self) -> bool:
-        return bool(self.engine) and isinstance(self.driver(), CountsBlocks)
 
     def opener(self) -> Callable[..., EngineInstance]:
         """Raises PluginError where there is none."""
