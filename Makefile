@@ -16,7 +16,7 @@ INPUTS ?= 20000
 export OPENBLAS_NUM_THREADS := 1
 PYTEST := -m pytest -q --junitxml
 
-.PHONY: help env env-vllm env-nixl env-sglang env-vllm-previous lock interfaces test test-deep fuzz test-engines test-previous self-test soak check format bench docs demo clean
+.PHONY: help env env-vllm env-nixl env-sglang env-vllm-previous lock interfaces test test-deep fuzz test-engines test-previous test-matrix self-test soak check format bench docs demo clean
 
 help: ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1|\2/p' $(MAKEFILE_LIST) | column -t -s'|'
@@ -62,6 +62,9 @@ test-engines: env env-vllm env-nixl env-sglang ## real servers of vLLM and SGLan
 test-previous: env-vllm-previous ## a pair of the release of vLLM before
 	KVX_ALLOW_UNTESTED_ENGINE=true $(KVX_VENVS)/vllm-previous/bin/python $(PYTEST) $(RUN)/test-previous.xml -m "vllm and not soak" \
 		tests/adapters/kvx_vllm/test_compat.py tests/engines/test_vllm_scheduler.py tests/engines/test_vllm_pair.py
+
+test-matrix: env env-vllm env-nixl env-sglang env-vllm-previous ## what docs/matrix has no fresh record of; ROWS="..." for some
+	$(PY) .ci/matrix $(ROWS)
 
 self-test: env ## does the conformance suite find what is broken on purpose? many minutes
 	@mkdir -p $(RUN)
