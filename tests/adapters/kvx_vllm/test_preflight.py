@@ -65,8 +65,9 @@ def test_the_port_is_free_again_after_the_check() -> None:
 
 
 def test_other_versions_of_vllm_are_refused_unless_allowed() -> None:
+    check_version(False, "0.31.0")
     check_version(False, "0.32.7")
     check_version(True, "0.40.0")
-    for version in ("0.31.0", "0.33.0", "0.320"):
+    for version in ("0.30.0", "0.33.0", "0.320", "0.3"):
         with pytest.raises(ConfigError, match=f"vLLM {version} was not tested"):
             check_version(False, version)
