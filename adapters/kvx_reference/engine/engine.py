@@ -174,6 +174,13 @@ class Engine:
             return Finish.STOP
         return Finish.LENGTH if len(request.output) >= request.sampling.max_tokens else None
 
+    def cached(self, tokens: Sequence[int]) -> bytes:
+        """Keys and values of the known blocks with which these tokens begin, as they stand in the cache:
+        `[token][layer][head][key, value]`, float32. For a look from outside, while no request runs."""
+        size = self.settings.block_size
+        blocks = self.pool.find(Request("", tuple(tokens)).hashes(len(tokens) // size, size))
+        return self.cache.array[:, blocks].transpose(1, 2, 0, 3, 4).tobytes()
+
     def snapshot(self) -> dict[str, Any]:
         """Figures for a person or a test; they may be asked for from another thread."""
         scheduler, pool = self.scheduler, self.pool

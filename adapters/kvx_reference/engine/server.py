@@ -1,4 +1,4 @@
-"""The HTTP face of an engine: `/v1/completions`, `/v1/models`, `/health`, and `/stats` for a look inside."""
+"""The HTTP face of an engine: `/v1/completions`, `/v1/models`, `/health`; for a look inside `/stats` and `/cache`."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ class Server:
         app = web.Application(client_max_size=_MAX_BODY)
         app.router.add_get("/health", self._health)
         app.router.add_get("/stats", self._stats)
+        app.router.add_post("/cache", self._cache)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/completions", self._completions)
         app.on_startup.append(self._start)
@@ -52,6 +53,13 @@ class Server:
 
     async def _stats(self, request: web.Request) -> web.Response:
         return web.json_response(self._worker.engine.snapshot())
+
+    async def _cache(self, request: web.Request) -> web.Response:
+        try:
+            tokens = [int(token) for token in json.loads(await request.read())["prompt"]]
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            return _error(400, f"the body is no JSON with a prompt of tokens: {error}")
+        return web.Response(body=self._worker.engine.cached(tokens))
 
     async def _models(self, request: web.Request) -> web.Response:
         model: dict[str, Any] = {"id": self._name, "object": "model", "owned_by": "kvx_reference"}

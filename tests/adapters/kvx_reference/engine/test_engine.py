@@ -37,6 +37,24 @@ def test_a_prefix_that_was_computed_before_is_found_and_gives_the_same_tokens(
     assert generate([branched], engine=Engine(model, Settings(blocks=200, block_size=4))) != [first[-1]]
 
 
+def test_the_cache_of_known_tokens_can_be_read_in_their_order(
+    model: Model, generate: Generate, prompts: list[list[int]]
+) -> None:
+    """Whatever blocks they are in, and however large those are."""
+    prompt = prompts[-1]
+    read = {}
+    for size in (4, 16):
+        engine = Engine(model, Settings(blocks=200, block_size=size))
+        assert engine.cached(prompt) == b""
+        generate([prompts[0], prompt], engine=engine)
+        read[size] = np.frombuffer(engine.cached(prompt), np.float32).reshape(len(prompt) // size * size, -1)
+        begins = np.frombuffer(engine.cached([*prompt[:32], 1]), np.float32)
+        assert (begins == read[size][:32].ravel()).all()
+        assert engine.cached([1, *prompt[1:]]) == b""
+    np.testing.assert_allclose(read[4][:48], read[16], atol=1e-5)
+    assert np.ptp(read[16], axis=0).max() > 0.1
+
+
 def test_a_branch_shares_the_blocks_before_it_and_another_salt_shares_none(
     model: Model, generate: Generate, run_out: RunOut, prompts: list[list[int]]
 ) -> None:

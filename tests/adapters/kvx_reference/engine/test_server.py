@@ -16,6 +16,7 @@ from attrs import frozen
 
 from kvx.cluster import Child, Cluster, free_ports
 from kvx.driver import Launch
+from kvx_reference.driver import ReferenceDriver
 
 COMMAND = (sys.executable, "-m", "kvx_reference.engine")
 
@@ -78,6 +79,16 @@ def test_models_and_health(client: Client) -> None:
     status, models = client.ask("GET", "/v1/models")
     assert status == 200
     assert [(model["id"], model["max_model_len"]) for model in models["data"]] == [("tiny", 4096)]
+
+
+def test_the_cache_itself_is_there_for_a_look(client: Client) -> None:
+    prompt = [7, 8] * 20
+    client.tokens(prompt=prompt, max_tokens=2)
+    url = f"http://127.0.0.1:{client.port}"
+    found = ReferenceDriver().raw_kv(url, prompt)
+    assert found and ReferenceDriver().raw_kv(url, prompt[:32]) == found
+    assert ReferenceDriver().raw_kv(url, [9, *prompt]) == b""
+    assert client.ask("POST", "/cache", {"prompt": "w1"})[0] == 400
 
 
 def test_a_text_and_its_tokens_are_the_same_prompt(client: Client) -> None:
