@@ -8,7 +8,7 @@ from functools import partial
 from kvx.core.model import Mode
 from kvx.up import Node
 from kvx_conformance.suite.case import Context, NotExercised, case
-from kvx_conformance.suite.servers import Client, Servers, control, servers, until
+from kvx_conformance.suite.servers import SEEN_S, Client, Servers, control, servers, until
 from kvx_conformance.suite.subject import Feature
 
 LIMIT_S = 900.0
@@ -40,7 +40,7 @@ def tokens(mode: Mode, context: Context) -> None:
     with servers(context, mode) as bench:
         block = bench.place.small.block_size
         prompts = bench.prompts([1, block - 1, block, block + 1, 2 * block - 1, 2 * block, 2 * block + 1])
-        dropping = control(bench)
+        _, dropping = control(bench)
         differs = 0
         for prompt in prompts:
             moved = bench.through(prompt)
@@ -105,6 +105,55 @@ def prefill_restarted(mode: Mode, context: Context) -> None:
         bench.replace_prefill()
         _serves(context, bench, second)
         context.check(bench.decode.child.running, "the decode server has ended")
+
+
+@each_mode(
+    "KVX-ADP-004",
+    "decode-restarted",
+    "The decode server is killed while bytes are under way and starts again at its addresses: the same prefill server "
+    "comes to hold nothing, and the next request is served by a transfer.",
+)
+def decode_restarted(mode: Mode, context: Context) -> None:
+    with servers(context, mode) as bench:
+        first, second = bench.prompts([3 * bench.place.small.block_size + 1] * 2)
+        client = _held(bench, first)
+        bench.kill(bench.decode)
+        bench.gate.unlink()
+        client.leave()
+        limit = bench.bound_s("the peer dies or stops in mid-transfer")
+        free = until(partial(_nothing, bench, bench.prefill), limit)
+        context.check(free, f"the prefill server still holds {bench.open(bench.prefill)} after {limit:g} s")
+        bench.replace_decode()
+        # The router may take a while to try it again.
+        found = until(lambda: bench.start([*first, *second]).answer(SEEN_S)[0] == 200, SEEN_S * context.pace)
+        context.check(found, "no request gets to the decode server that has started again")
+        _serves(context, bench, second)
+        context.check(bench.prefill.child.running, "the prefill server has ended")
+
+
+@each_mode(
+    "KVX-ADP-002",
+    "client-leaves-early",
+    "A client leaves while one side has handed over its blocks and the other one, which stands still, has not heard of "
+    "the request: both instances come to hold nothing and serve the next request.",
+)
+def client_leaves_early(mode: Mode, context: Context) -> None:
+    with servers(context, mode) as bench:
+        first, left, later = bench.prompts([3 * bench.place.small.block_size] * 3)
+        _serves(context, bench, first)
+        target, other = (bench.decode, bench.prefill) if mode is Mode.PUSH else (bench.prefill, bench.decode)
+        for node in (target, other):
+            until(partial(_nothing, bench, node), bench.bound_s("an abort"))
+        with bench.standing_still(other):
+            client = bench.start(left)
+            if not until(lambda: bench.open(target), SEEN_S * context.pace):
+                raise NotExercised(f"{target.child.name} has handed over nothing.")
+            client.leave()
+        for node in (target, other):
+            limit = bench.bound_s("an abort")
+            free = until(partial(_nothing, bench, node), limit)
+            context.check(free, f"{node.child.name} still holds {bench.open(node)} after {limit:g} s")
+        _serves(context, bench, later)
 
 
 def _held(bench: Servers, prompt: list[int]) -> Client:

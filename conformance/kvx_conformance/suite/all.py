@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvx_conformance.suite import (
     adapter,
+    adapter_bytes,
     adapter_many,
     protocol_ending,
     protocol_epochs,
@@ -27,6 +28,7 @@ from kvx_conformance.suite.case import CASES
 __all__ = [
     "CASES",
     "adapter",
+    "adapter_bytes",
     "adapter_many",
     "protocol_ending",
     "protocol_epochs",

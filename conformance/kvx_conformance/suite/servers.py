@@ -25,7 +25,7 @@ from kvx.core.model import Mode, Role
 from kvx.operator import ask
 from kvx.up import Node, Site, site
 from kvx_conformance.suite.case import Context, Finding, NotExercised
-from kvx_conformance.suite.subject import CountsBlocks
+from kvx_conformance.suite.subject import CountsBlocks, CutsOtherwise, ReadsCache
 
 GATED = "kvx_conformance.faults:gated"
 UNSTOPPABLE = "kvx_conformance.faults:StubbornRegionAccess"
@@ -100,9 +100,16 @@ class Servers:
         with _guarded(f"free blocks of {node.child.name}"):
             return driver.free_blocks(node.url)
 
+    def raw_kv(self, node: Node, tokens: Sequence[int]) -> bytes:
+        """The cache itself, as the engine's driver reads it; only for cases that need Feature.RAW."""
+        driver = self.place.driver
+        assert isinstance(driver, ReadsCache)
+        with _guarded(f"the cache of {node.child.name}"):
+            return driver.raw_kv(node.url, tokens)
+
     def received(self) -> int:
         """How many transfers the decode server's event log calls good."""
-        log = self.place.cluster.logs / "decode.jsonl"
+        log = _log(self.place)
         lines = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
         return sum(bool(json.loads(line)["ok"]) for line in lines)
 
@@ -131,6 +138,22 @@ class Servers:
             options = _options(self.context, self.gate, self.place, GATED, demo.DROPPING)
             self.prefill = self.place.engine("prefill-again", Role.PRODUCER, instead_of=self.prefill, **options)
             self.place.wait_ready(self.prefill.child)
+
+    def replace_decode(self) -> None:
+        """Start it again at its old addresses."""
+        with _guarded("restart of the decode server"):
+            options = {**_options(self.context, self.gate, self.place, GATED), "event_log": str(_log(self.place))}
+            self.decode = self.place.engine("decode-again", Role.CONSUMER, instead_of=self.decode, **options)
+            self.place.wait_ready(self.decode.child)
+
+    @contextmanager
+    def standing_still(self, node: Node) -> Generator[None, None, None]:
+        """The whole server is stopped inside of the block."""
+        node.child.signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            node.child.signal(signal.SIGCONT)
 
     def _tokens(self, url: str, prompt: Sequence[int]) -> list[int]:
         with _guarded(f"a request of {len(prompt)} tokens"):
@@ -171,15 +194,23 @@ class Client:
 
 
 @contextmanager
-def servers(context: Context, mode: Mode, gated: str = GATED) -> Generator[Servers, None, None]:
-    """Servers of the subject's engine over its transport behind a gate, gone with everything when the block ends."""
+def servers(
+    context: Context, mode: Mode, gated: str = GATED, *, cut: Role | None = None
+) -> Generator[Servers, None, None]:
+    """Servers of the subject's engine over its transport behind a gate, gone with everything when the block ends.
+
+    The cache of the one in role `cut` is cut in another way than the other's; only with Feature.CUT.
+    """
     gate = context.folder / "gate"
     with contextlib.ExitStack() as stack:
         with _guarded("the start of the servers"):
             place = stack.enter_context(site(context.subject.engine, "", (), _say))
-            prefill = place.engine("prefill", Role.PRODUCER, **_options(context, gate, place, gated, demo.DROPPING))
-            log = place.cluster.logs / "decode.jsonl"
-            decode = place.engine("decode", Role.CONSUMER, **_options(context, gate, place, gated), event_log=str(log))
+            options = _options(context, gate, place, gated, demo.DROPPING)
+            with _cut(place, cut is Role.PRODUCER):
+                prefill = place.engine("prefill", Role.PRODUCER, **options)
+            options = {**_options(context, gate, place, gated), "event_log": str(_log(place))}
+            with _cut(place, cut is Role.CONSUMER):
+                decode = place.engine("decode", Role.CONSUMER, **options)
             single = place.single("single") if place.driver.has_roles else None
             place.wait_ready()
             router = place.router("router", [prefill], [decode], mode)
@@ -187,15 +218,33 @@ def servers(context: Context, mode: Mode, gated: str = GATED) -> Generator[Serve
         yield Servers(place, context, mode, prefill, decode, router, gate, single)
 
 
-def control(bench: Servers) -> Child:
-    """A router before a further decode server, whose transport says that every byte has come and moves none."""
+@contextmanager
+def _cut(place: Site, otherwise: bool) -> Generator[None, None, None]:
+    """Servers that are started inside of the block are cut `otherwise`."""
+    usual = place.arguments
+    if otherwise:
+        assert isinstance(place.driver, CutsOtherwise)
+        place.arguments = (*usual, *place.driver.other_cut())
+    try:
+        yield
+    finally:
+        place.arguments = usual
+
+
+def _log(place: Site) -> Path:
+    """Where the decode server says what it has received."""
+    return place.cluster.logs / "decode.jsonl"
+
+
+def control(bench: Servers) -> tuple[Node, Child]:
+    """A further decode server, whose transport says that every byte has come and moves none, and its router."""
     with _guarded("the start of the control"):
         options = _options(bench.context, bench.gate, bench.place, demo.DROPPING)
         node = bench.place.engine("control", Role.CONSUMER, **options)
         bench.place.wait_ready(node.child)
         router = bench.place.router("control-router", [bench.prefill], [node], bench.mode)
         bench.place.wait_ready(router)
-    return router
+    return node, router
 
 
 def until(condition: Callable[[], object], limit_s: float) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -29,6 +29,8 @@ class Feature(Enum):
     CANCEL = "cancel"
     RELAY = "relay"  # its data connections can be led through a proxy
     BLOCKS = "blocks"  # an engine's driver counts its servers' free blocks
+    RAW = "raw"  # an engine's driver reads its servers' cache past the adapter
+    CUT = "cut"  # an engine's driver can start a server whose cache is cut in another way
     PUSH = "push"  # an engine's servers can
     PULL = "pull"
     ALONE = "alone"  # an engine's servers have no roles: each serves requests alone too
@@ -45,6 +47,8 @@ def features(declared: Capabilities, subject: Subject) -> frozenset[Feature]:
         Feature.CANCEL: declared.cancel,
         Feature.RELAY: subject.relayed,
         Feature.BLOCKS: isinstance(driver, CountsBlocks),
+        Feature.RAW: isinstance(driver, ReadsCache),
+        Feature.CUT: isinstance(driver, CutsOtherwise),
         Feature.PUSH: driver is not None and Mode.PUSH in driver.modes,
         Feature.PULL: driver is not None and Mode.PULL in driver.modes,
         Feature.ALONE: driver is not None and not driver.has_roles,
@@ -58,6 +62,27 @@ class CountsBlocks(Protocol):
 
     def free_blocks(self, url: str) -> int:
         """How many blocks new requests of this server can have now. Raises OSError, LookupError or ValueError."""
+        ...
+
+
+@runtime_checkable
+class ReadsCache(Protocol):
+    """What a driver may have: then cases compare the bytes of the cache, not only tokens."""
+
+    def raw_kv(self, url: str, tokens: Sequence[int]) -> bytes:
+        """The keys and values of the longest beginning of `tokens` that this server has in whole blocks, in the order
+        of tokens, as they stand in its memory. Two servers of one model and equal bytes: equal caches. Raises
+        OSError, LookupError or ValueError."""
+        ...
+
+
+@runtime_checkable
+class CutsOtherwise(Protocol):
+    """What a driver may have: then cases let servers speak whose caches are cut in unlike ways."""
+
+    def other_cut(self) -> tuple[str, ...]:
+        """Arguments, behind those of the small model, of a server with another block size or number of ranks, with
+        which a server without them can exchange its cache."""
         ...
 
 
