@@ -208,7 +208,7 @@ import pytest
 
 def test_good(): pass
 def test_refusing(record_property): record_property("refusal", "no, | thank you")
-def test_bad(): raise ValueError("that is how it is")
+def test_bad(): raise ValueError("that is how /tmp/it is, by and/or by")
 def test_elsewhere(): pytest.skip("no such device")
 
 
@@ -286,7 +286,7 @@ def test_each_row_gets_the_record_that_its_tests_deserve(tree: Path, command: An
     verdicts = {name: (record(tree, name)["verdict"], record(tree, name)["reason"]) for name in names}
     assert verdicts == {
         "good": ("run", ""),
-        "bad": ("failed", "ValueError: that is how it is"),
+        "bad": ("failed", "ValueError: that is how (a path) is, by and/or by"),
         "elsewhere": ("not run here", "no such device"),
         "unclean": ("failed", 'failed on teardown with "RuntimeError: servers did not stop"'),
         "refusing": ("refused", ""),
