@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -152,36 +152,6 @@ def scheduled(output: Any) -> list[Scheduled]:
         blocks = state.get_block_ids(request_id)
         steps.append(Scheduled(request_id, before[request_id], count, blocks or ()))
     return steps
-
-
-class PoolPins:
-    """References to blocks of vLLM's pool, taken and given back as prefix sharing does it."""
-
-    def __init__(self, pool: Any) -> None:
-        self._pool = pool
-        self._held: dict[str, list[Any]] = {}
-
-    def hold(self, transfer: str, blocks: Iterable[int]) -> None:
-        found = [self._pool.blocks[block] for block in blocks]
-        self._pool.touch(found)
-        self._held.setdefault(transfer, []).extend(found)
-
-    def drop(self, transfer: str) -> None:
-        # In reverse, so that vLLM evicts a prompt's tail before its head.
-        self._pool.free_blocks(reversed(self._held.pop(transfer, [])))
-
-    @property
-    def held(self) -> int:
-        return sum(map(len, self._held.values()))
-
-    @property
-    def free(self) -> int:
-        return int(self._pool.get_num_free_blocks())
-
-    @property
-    def total(self) -> int:
-        # One is vLLM's null block, which is never given out.
-        return int(self._pool.num_gpu_blocks) - 1
 
 
 def block_ids(blocks: Any) -> Sequence[Sequence[int]]:

@@ -24,6 +24,7 @@ from kvx.instance import make_ticket, open_instance, read_ticket
 from kvx_vllm import compat
 from kvx_vllm.layout import describe
 from kvx_vllm.metadata import Plan, WorkerReport
+from kvx_vllm.pins import PoolPins
 from kvx_vllm.records import Identity
 from kvx_vllm.scheduler import SchedulerHalf
 from kvx_vllm.stats import KvxMetrics, KvxStats
@@ -155,7 +156,7 @@ class KvxConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             options,
             identity,
             compat.block_sizes(self._kv_cache_config),
-            compat.PoolPins(self._pool),
+            PoolPins(self._pool),
             partial(read_ticket, options),
             partial(make_ticket, options, epoch=identity.epoch, lease_s=options.lease_s),
         )

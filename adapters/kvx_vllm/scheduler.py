@@ -80,6 +80,8 @@ class SchedulerHalf:
         self._loads: dict[str, Load] = {}
         self._probes: set[str] = set()
         self._transfers: dict[str, Transfer] = {}
+        self._unproven: dict[str, Transfer] = {}
+        """Those that have failed and whose blocks somebody may still write to."""
         self._events: list[EngineEvent] = []
         self._begun: list[tuple[str, str]] = []
         self._refused: list[str] = []
@@ -291,6 +293,8 @@ class SchedulerHalf:
                     self._failed(transfer)
             else:
                 transfer.end = transfer.end.merged(end)
+            if not transfer.end.ok and not transfer.freed:
+                self._unproven[name] = transfer
         for name, ranks in report.released.items():
             transfer = self._transfers.get(name)
             if transfer is None:
@@ -298,6 +302,7 @@ class SchedulerHalf:
             transfer.released += ranks
             if transfer.released >= self._identity.ranks:
                 transfer.freed = True
+                self._unproven.pop(name, None)
                 self._pins.drop(name)
         self._told |= report.told
         for name in {**report.ended, **report.released}:
@@ -421,13 +426,13 @@ class SchedulerHalf:
 
     def take_stats(self) -> dict[str, Any] | None:
         """What has happened since the last call, for vLLM's metrics; None: nothing."""
-        unproven = [end for end in self._transfers.values() if end.end is not None and not end.end.ok and not end.freed]
-        quarantined = sum(transfer.blocks for transfer in unproven)
+        quarantined = sum(transfer.blocks for transfer in self._unproven.values())
         return self.tally.take(Levels(len(self._transfers), self._pins.held, quarantined))
 
     def _forget(self, transfer: Transfer | None) -> None:
         if transfer is not None and transfer.over:
             del self._transfers[transfer.id]
+            self._unproven.pop(transfer.id, None)
             self._used.add(transfer.id)
 
 
