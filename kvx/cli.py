@@ -179,6 +179,11 @@ def _parser(further: Sequence[str]) -> argparse.ArgumentParser:
 def _count(text: str) -> int:
     number = int(text)
     if number < 1:
+    calls = _add(benches, "callbacks", _bench_callbacks, "what an adapter costs its engine in each step")
+    calls.add_argument("--engine", default="reference", metavar="E", help="whose adapter (default reference)")
+    calls.add_argument("--open", type=int, metavar="N", help="one number of open transfers (default 0, 100 and 10,000)")
+    calls.add_argument("--moving", action="store_true", help="only while 64 MiB loads move (default idle as well)")
+    calls.add_argument("--rounds", type=_count, default=50, metavar="N", help="of 40 steps each (default 50)")
         raise argparse.ArgumentTypeError(f"{text} is not at least 1")
     return number
 
@@ -386,3 +391,17 @@ def _measured(run: Callable[..., Mapping[str, Any]], **sizes: Any) -> Mapping[st
         return run(**sizes)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+def _bench_callbacks(arguments: argparse.Namespace) -> int:
+    from kvx.bench import callbacks
+
+    fields = _measured(
+        callbacks.run,
+        engine=arguments.engine,
+        opened=callbacks.OPEN if arguments.open is None else (arguments.open,),
+        moving=(True,) if arguments.moving else (False, True),
+        rounds=arguments.rounds,
+    )
+    _emit(arguments, "bench.callbacks", fields, callbacks.lines(fields))
+    return 0 if fields["verified"] else 1
+
+

@@ -171,6 +171,9 @@ def test_benches_print_verified_figures(capsys: pytest.CaptureFixture[str]) -> N
     assert all(row["verified"] and len(row["samples"]) == 2 for row in moved["results"])
     planned = document(capsys, "bench", "planner", "--blocks", "8", "--layers", "2", "--layout", "fragmented")
     assert [row["case"] for row in planned["results"]] == ["fragmented"]
+    called = document(capsys, "bench", "callbacks", "--open", "3", "--rounds", "1")
+    assert [(row["open"], row["moving"]) for row in called["results"]] == [(3, False), (3, True)]
+    assert called["verified"]
 
 
 def test_doctor_reports_every_check(options: Options, capsys: pytest.CaptureFixture[str]) -> None:

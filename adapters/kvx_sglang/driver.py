@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvx.address import format_address
 from kvx.config import Options
@@ -13,6 +13,10 @@ from kvx.core.model import Mode, Role
 from kvx.driver import Dialect, Launch, Server, SmallModel
 from kvx_sglang.dialect import SglangDialect
 from kvx_sglang.versions import TESTED, installed_version
+
+if TYPE_CHECKING:
+    from kvx.bench.cache import Cache
+    from kvx.bench.callbacks import Steps
 
 _CPU_ENV = {
     "SGLANG_USE_CPU_ENGINE": "1",
@@ -82,6 +86,12 @@ class SglangDriver:
         make = (sys.executable, "-m", "kvx_sglang.tiny_model", folder)
         # Keys and values of three layers; behind them lies what SGLang sends with each request beside its cache.
         return SmallModel(make, arguments, 16, range(4, 512), cache_regions=6)
+
+    def steps(self, cache: Cache) -> Steps:
+        """For `kvx bench callbacks`."""
+        from kvx_sglang.steps import SglangSteps
+
+        return SglangSteps(cache)
 
 
 def variables(options: Mapping[str, Any]) -> dict[str, str]:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
+from typing import TYPE_CHECKING
 
 from kvx.config import Options
 from kvx.core.model import Mode
 from kvx.dialect import CompletionsDialect
 from kvx.driver import Dialect, Launch, Server, SmallModel
 from kvx_vllm.versions import TESTED, installed_version
+
+if TYPE_CHECKING:
+    from kvx.bench.cache import Cache
+    from kvx.bench.callbacks import Steps
 
 _CPU_ENV = {
     # One worker per machine core range would fight with other servers of the same machine.
@@ -66,3 +71,9 @@ class VllmDriver:
             *("--block-size", "32", "--max-num-batched-tokens", "256", "--kv-cache-memory-bytes", str(64 << 20)),
         )
         return SmallModel((sys.executable, "-m", "kvx_vllm.tiny_model", folder), arguments, 32, range(3, 2000))
+
+    def steps(self, cache: Cache) -> Steps:
+        """For `kvx bench callbacks`."""
+        from kvx_vllm.steps import VllmSteps
+
+        return VllmSteps(cache)
