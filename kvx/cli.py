@@ -173,17 +173,17 @@ def _parser(further: Sequence[str]) -> argparse.ArgumentParser:
     planning.add_argument("--blocks", type=_count, default=1024, metavar="N", help="blocks per request (default 1024)")
     planning.add_argument("--layers", type=_count, default=32, metavar="N", help="layers (default 32)")
     planning.add_argument("--layout", choices=("fresh", "fragmented"), help="one case instead of all")
+    calls = _add(benches, "callbacks", _bench_callbacks, "what an adapter costs its engine in each step")
+    calls.add_argument("--engine", default="reference", metavar="E", help="whose adapter (default reference)")
+    calls.add_argument("--open", type=int, metavar="N", help="one number of open transfers (default 0, 100 and 10,000)")
+    calls.add_argument("--moving", action="store_true", help="only while 64 MiB loads move (default idle as well)")
+    calls.add_argument("--rounds", type=_count, default=50, metavar="N", help="of 40 steps each (default 50)")
     return parser
 
 
 def _count(text: str) -> int:
     number = int(text)
     if number < 1:
-    calls = _add(benches, "callbacks", _bench_callbacks, "what an adapter costs its engine in each step")
-    calls.add_argument("--engine", default="reference", metavar="E", help="whose adapter (default reference)")
-    calls.add_argument("--open", type=int, metavar="N", help="one number of open transfers (default 0, 100 and 10,000)")
-    calls.add_argument("--moving", action="store_true", help="only while 64 MiB loads move (default idle as well)")
-    calls.add_argument("--rounds", type=_count, default=50, metavar="N", help="of 40 steps each (default 50)")
         raise argparse.ArgumentTypeError(f"{text} is not at least 1")
     return number
 
@@ -385,12 +385,6 @@ def _bench_planner(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _measured(run: Callable[..., Mapping[str, Any]], **sizes: Any) -> Mapping[str, Any]:
-    """A bench's fields; sizes that it cannot work with are the user's mistake."""
-    try:
-        return run(**sizes)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
 def _bench_callbacks(arguments: argparse.Namespace) -> int:
     from kvx.bench import callbacks
 
@@ -405,3 +399,9 @@ def _bench_callbacks(arguments: argparse.Namespace) -> int:
     return 0 if fields["verified"] else 1
 
 
+def _measured(run: Callable[..., Mapping[str, Any]], **sizes: Any) -> Mapping[str, Any]:
+    """A bench's fields; sizes that it cannot work with are the user's mistake."""
+    try:
+        return run(**sizes)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
