@@ -19,6 +19,9 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parent.parent
+LIMIT_S = 100
+"""Of a command that takes a few seconds on an idle machine."""
+pytestmark = pytest.mark.timeout(4 * LIMIT_S)
 ROW = {"what": "", "engine": "", "transport": "tcp", "layout": "", "mode": "push"}
 
 
@@ -56,7 +59,9 @@ def test_each_row_is_answered_by_tests_or_says_why_not() -> None:
 def test_the_named_tests_exist() -> None:
     named = {test for row in ROWS.values() for test in row.test_ids()}
     words = ("-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *sorted(named))
-    done = subprocess.run((sys.executable, *words), cwd=ROOT, capture_output=True, text=True, timeout=50, check=False)
+    done = subprocess.run(
+        (sys.executable, *words), cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     collected = set(done.stdout.splitlines())
     assert [test for test in named if not any(one == test or one.startswith(f"{test}[") for one in collected)] == []
@@ -281,7 +286,7 @@ def record(tree: Path, name: str) -> dict[str, Any]:
 def test_each_row_gets_the_record_that_its_tests_deserve(tree: Path, command: Any) -> None:
     names = ("good", "bad", "elsewhere", "unclean", "refusing", "nowhere")
     run = command(*names)
-    told, _ = run.communicate(timeout=50)
+    told, _ = run.communicate(timeout=LIMIT_S)
     assert run.returncode == 1, told
     verdicts = {name: (record(tree, name)["verdict"], record(tree, name)["reason"]) for name in names}
     assert verdicts == {
@@ -300,25 +305,25 @@ def test_each_row_gets_the_record_that_its_tests_deserve(tree: Path, command: An
     assert r"refused: no, \| thank you" in page
 
     stale = command("--stale")
-    told, _ = stale.communicate(timeout=50)
+    told, _ = stale.communicate(timeout=LIMIT_S)
     assert stale.returncode == 0
     assert [line.partition(":")[0] for line in told.splitlines()[1:]] == ["bad", "elsewhere", "unclean", "long"]
 
 
 def test_an_interrupted_run_keeps_what_is_done_and_goes_on_from_there(tree: Path, command: Any) -> None:
     run = command("good", "long")
-    until = time.monotonic() + 40
+    until = time.monotonic() + LIMIT_S
     while not (tree / "started").exists() and time.monotonic() < until:
         time.sleep(0.02)
     run.send_signal(signal.SIGINT)
-    told, _ = run.communicate(timeout=50)
+    told, _ = run.communicate(timeout=LIMIT_S)
     assert (run.returncode, "long: did not come to its end" in told) == (1, True), told
     assert record(tree, "good")["verdict"] == "run"
     assert not (tree / "docs/matrix/long.json").exists()
 
     (tree / "may-end").touch()
     again = command("good", "long")
-    told, _ = again.communicate(timeout=50)
+    told, _ = again.communicate(timeout=LIMIT_S)
     assert again.returncode == 0, told
     assert "1 of 2 rows are fresh" in told
     assert record(tree, "long")["verdict"] == "run"
@@ -326,6 +331,6 @@ def test_an_interrupted_run_keeps_what_is_done_and_goes_on_from_there(tree: Path
 
 def test_a_row_that_is_not_there_is_refused(command: Any) -> None:
     run = command("nobody")
-    told, _ = run.communicate(timeout=50)
+    told, _ = run.communicate(timeout=LIMIT_S)
     assert run.returncode == 2
     assert "no row nobody" in told
