@@ -178,6 +178,16 @@ def _parser(further: Sequence[str]) -> argparse.ArgumentParser:
     calls.add_argument("--open", type=int, metavar="N", help="one number of open transfers (default 0, 100 and 10,000)")
     calls.add_argument("--moving", action="store_true", help="only while 64 MiB loads move (default idle as well)")
     calls.add_argument("--rounds", type=_count, default=50, metavar="N", help="of 40 steps each (default 50)")
+    handing = _add(benches, "handoff", _bench_handoff, "what part of a transfer a prefill does not hide")
+    handing.add_argument("--transport", default="tcp", metavar="NAME", help="what moves the bytes (default tcp)")
+    handing.add_argument("--layers", type=_count, default=32, metavar="N", help="default 32")
+    handing.add_argument("--bytes", type=_count, default=64 << 20, metavar="N", help="in all (default 64 MiB)")
+    handing.add_argument("--pieces", type=_count, default=1024, metavar="N", help="in all (default 1024)")
+    handing.add_argument("--prefill-ms", type=_count, default=100, metavar="N", help="on a quiet machine (default 100)")
+    handing.add_argument(
+        "--modes", default="pull,pull-thread,push,push-layerwise", metavar="A,B", help="default all four"
+    )
+    handing.add_argument("--repeat", type=_count, default=25, metavar="N", help="rounds (default 25)")
     return parser
 
 
@@ -397,6 +407,23 @@ def _bench_callbacks(arguments: argparse.Namespace) -> int:
     )
     _emit(arguments, "bench.callbacks", fields, callbacks.lines(fields))
     return 0 if fields["verified"] else 1
+
+
+def _bench_handoff(arguments: argparse.Namespace) -> int:
+    from kvx.bench import handoff
+
+    fields = _measured(
+        handoff.run,
+        transport=arguments.transport,
+        layers=arguments.layers,
+        nbytes=arguments.bytes,
+        pieces=arguments.pieces,
+        prefill_ms=arguments.prefill_ms,
+        modes=arguments.modes.split(","),
+        repeat=arguments.repeat,
+    )
+    _emit(arguments, "bench.handoff", fields, handoff.lines(fields))
+    return 0 if all(row["verified"] for row in fields["results"]) else 1
 
 
 def _measured(run: Callable[..., Mapping[str, Any]], **sizes: Any) -> Mapping[str, Any]:

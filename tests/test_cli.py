@@ -174,6 +174,9 @@ def test_benches_print_verified_figures(capsys: pytest.CaptureFixture[str]) -> N
     called = document(capsys, "bench", "callbacks", "--open", "3", "--rounds", "1")
     assert [(row["open"], row["moving"]) for row in called["results"]] == [(3, False), (3, True)]
     assert called["verified"]
+    size = ("--layers", "2", "--bytes", "65536", "--pieces", "8", "--prefill-ms", "2", "--modes", "pull,push")
+    handed = document(capsys, "bench", "handoff", *size, "--repeat", "1")
+    assert [(row["mode"], row["verified"]) for row in handed["results"]] == [("pull", True), ("push", True)]
 
 
 def test_doctor_reports_every_check(options: Options, capsys: pytest.CaptureFixture[str]) -> None:

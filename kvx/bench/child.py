@@ -8,6 +8,7 @@ import select
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
@@ -18,11 +19,15 @@ ANSWER_S = 60.0
 
 
 class Child:
-    """`python -m MODULE`. The first line that it gets is `setup`."""
+    """`python -m MODULE`, with `env` added to the environment. The first line that it gets is `setup`."""
 
-    def __init__(self, module: str, setup: dict[str, Any]) -> None:
+    def __init__(self, module: str, setup: dict[str, Any], env: Mapping[str, str] | None = None) -> None:
         self._process = subprocess.Popen(  # noqa: S603 - this interpreter, a module of ours
-            [sys.executable, "-m", module], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+            [sys.executable, "-m", module],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+            env={**os.environ, **(env or {})},
         )
         self._received = b""
         self.pid = self._process.pid
