@@ -103,6 +103,7 @@ def prefill_restarted(mode: Mode, context: Context) -> None:
         _serves(context, bench, first)
         bench.kill(bench.prefill)
         bench.replace_prefill()
+        _found_again(context, bench, [*first, *second])
         _serves(context, bench, second)
         context.check(bench.decode.child.running, "the decode server has ended")
 
@@ -124,9 +125,7 @@ def decode_restarted(mode: Mode, context: Context) -> None:
         free = until(partial(_nothing, bench, bench.prefill), limit)
         context.check(free, f"the prefill server still holds {bench.open(bench.prefill)} after {limit:g} s")
         bench.replace_decode()
-        # The router may take a while to try it again.
-        found = until(lambda: bench.start([*first, *second]).answer(SEEN_S)[0] == 200, SEEN_S * context.pace)
-        context.check(found, "no request gets to the decode server that has started again")
+        _found_again(context, bench, [*first, *second])
         _serves(context, bench, second)
         context.check(bench.prefill.child.running, "the prefill server has ended")
 
@@ -135,7 +134,8 @@ def decode_restarted(mode: Mode, context: Context) -> None:
     "KVX-ADP-002",
     "client-leaves-early",
     "A client leaves while one side has handed over its blocks and the other one, which stands still, has not heard of "
-    "the request: both instances come to hold nothing and serve the next request.",
+    "the request: both instances come to hold nothing, have all their blocks back (where the driver counts them) and "
+    "serve the next request.",
 )
 def client_leaves_early(mode: Mode, context: Context) -> None:
     with servers(context, mode) as bench:
@@ -144,6 +144,8 @@ def client_leaves_early(mode: Mode, context: Context) -> None:
         target, other = (bench.decode, bench.prefill) if mode is Mode.PUSH else (bench.prefill, bench.decode)
         for node in (target, other):
             until(partial(_nothing, bench, node), bench.bound_s("an abort"))
+        counted = (target, other) if Feature.BLOCKS in context.features else ()
+        before = [bench.free_blocks(node) for node in counted]
         with bench.standing_still(other):
             client = bench.start(left)
             if not until(lambda: bench.open(target), SEEN_S * context.pace):
@@ -153,6 +155,9 @@ def client_leaves_early(mode: Mode, context: Context) -> None:
             limit = bench.bound_s("an abort")
             free = until(partial(_nothing, bench, node), limit)
             context.check(free, f"{node.child.name} still holds {bench.open(node)} after {limit:g} s")
+        for node, due in zip(counted, before, strict=True):
+            came = until(partial(_has, bench, node, due), bench.bound_s("an abort"))
+            context.check(came, f"{node.child.name} has {bench.free_blocks(node)} free blocks, not {due} as before")
         _serves(context, bench, later)
 
 
@@ -166,6 +171,16 @@ def _held(bench: Servers, prompt: list[int]) -> Client:
 
 def _nothing(bench: Servers, node: Node) -> bool:
     return not bench.open(node)
+
+
+def _has(bench: Servers, node: Node, due: int) -> bool:
+    return bench.free_blocks(node) == due
+
+
+def _found_again(context: Context, bench: Servers, prompt: list[int]) -> None:
+    """A router takes a while to ask a server again that was gone."""
+    found = until(lambda: bench.start(prompt).answer(SEEN_S)[0] == 200, SEEN_S * context.pace)
+    context.check(found, "no request gets to the server that has started again")
 
 
 def _serves(context: Context, bench: Servers, prompt: list[int]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from enum import Enum
 from typing import Any
 
 from attrs import define, frozen
@@ -21,9 +22,19 @@ from kvx_conformance.suite.selection import ADAPTER, TRANSPORT, area
 from kvx_conformance.suite.subject import Feature, Subject
 from kvx_conformance.suite.worker import Order
 
+
+class Kind(Enum):
+    """Whose cases look at a subject."""
+
+    TRANSPORT = "transport"
+    INSTANCE = "instance"
+    ADAPTER = "adapter"
+
+
 SHIPPED = {
-    "TRANSPORTS": "kvx_conformance.suite.broken_transports",
-    "INSTANCES": "kvx_conformance.suite.broken_instances",
+    Kind.TRANSPORT: "kvx_conformance.suite.broken_transports",
+    Kind.INSTANCE: "kvx_conformance.suite.broken_instances",
+    Kind.ADAPTER: "kvx_conformance.suite.broken_adapters",
 }
 """The modules with the tables BROKEN_... (name to Broken) and CORRECT_... (name to Subject)."""
 BUDGET_S = 30.0
@@ -41,8 +52,7 @@ class Specimen:
     subject: Subject
     cause: str = ""
     found_by: tuple[str, ...] = ()
-    transport: bool = True
-    """Whether the cases of a transport look at it, or those of an instance."""
+    kind: Kind = Kind.TRANSPORT
 
     @property
     def correct(self) -> bool:
@@ -54,8 +64,8 @@ class Specimen:
 
     def own(self, case: Case) -> bool:
         """Whether it is a core case of its kind."""
-        own = area(case) != ADAPTER and (area(case) == TRANSPORT) is self.transport
-        return own and case.profile is Profile.CORE and case.level is Level.MUST
+        kind = {TRANSPORT: Kind.TRANSPORT, ADAPTER: Kind.ADAPTER}.get(area(case), Kind.INSTANCE)
+        return kind is self.kind and case.profile is Profile.CORE and case.level is Level.MUST
 
 
 @define(eq=False)
@@ -83,11 +93,10 @@ def subjects(only: Sequence[str] = ()) -> list[Specimen]:
     found: list[Specimen] = []
     for kind, module in SHIPPED.items():
         shipped = importlib.import_module(module)
-        correct: Mapping[str, Subject] = getattr(shipped, f"CORRECT_{kind}")
-        broken: Mapping[str, Broken] = getattr(shipped, f"BROKEN_{kind}")
-        of_transports = kind == "TRANSPORTS"
-        found += [Specimen(name, subject, transport=of_transports) for name, subject in correct.items()]
-        found += [Specimen(name, one.subject, one.cause, one.found_by, of_transports) for name, one in broken.items()]
+        correct: Mapping[str, Subject] = getattr(shipped, f"CORRECT_{kind.name}S")
+        broken: Mapping[str, Broken] = getattr(shipped, f"BROKEN_{kind.name}S")
+        found += [Specimen(name, subject, kind=kind) for name, subject in correct.items()]
+        found += [Specimen(name, one.subject, one.cause, one.found_by, kind) for name, one in broken.items()]
     chosen = [one for one in found if not only or any(text in one.name for text in only)]
     if not chosen:
         raise ConfigError(f"no subject is called so; there are: {', '.join(one.name for one in found)}")
@@ -114,15 +123,19 @@ def perform_all(
     usual: dict[str, float] = {}
     asked = CASES if columns is None else columns
 
+    def beside(one: Specimen) -> Collection[str]:
+        """Each case of an adapter starts servers: unless all are asked for, a broken one meets those named for it."""
+        return [] if columns is not None and one.kind is Kind.ADAPTER and not one.correct else asked
+
     def told(run: Run, result: Result) -> None:
         first = result.detail.partition("\n")[0]
         one = specimens_of[id(run)]
         say(f"{result.verdict.value:<15} {result.seconds:6.2f} s  {one.name}: {result.id} {first}")
-        beside = sum(other.seconds for other in run.results.values() if not one.named(other.id))
-        if columns is not None and not one.correct and beside > BUDGET_S:
+        spent = sum(other.seconds for other in run.results.values() if not one.named(other.id))
+        if columns is not None and not one.correct and spent > BUDGET_S:
             run.waiting.clear()
 
-    rows = [(one, Run(one.subject, _chooser(one, asked, usual), modules)) for one in specimens]
+    rows = [(one, Run(one.subject, _chooser(one, beside(one), usual), modules)) for one in specimens]
     specimens_of = {id(run): one for one, run in rows}
     perform([run for one, run in rows if one.correct], jobs, told)
     for one, run in rows:
@@ -137,11 +150,11 @@ def perform_all(
 
 
 def halves(content: Mapping[str, Any]) -> Iterator[tuple[str, list[Mapping[str, Any]], list[str]]]:
-    """The transports and the instances: a title, the rows, and the cases that find somebody among them."""
-    for kind in ("transport", "instance"):
-        rows = [row for row in content["subjects"] if row["kind"] == kind]
+    """The subjects of each kind: a title, the rows, and the cases that find somebody among them."""
+    for kind in Kind:
+        rows = [row for row in content["subjects"] if row["kind"] == kind.value]
         if rows:
-            yield f"{kind}s", rows, sorted({case for row in rows for case in row["finds"]})
+            yield f"{kind.value}s", rows, sorted({case for row in rows for case in row["finds"]})
 
 
 def lines(content: Mapping[str, Any]) -> list[str]:
@@ -208,7 +221,7 @@ def _row(one: Specimen, run: Run) -> dict[str, Any]:
     )
     return {
         "name": one.name,
-        "kind": "transport" if one.transport else "instance",
+        "kind": one.kind.value,
         "correct": one.correct,
         "cause": one.cause,
         "found_by": list(one.found_by),
