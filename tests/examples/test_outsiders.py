@@ -147,6 +147,21 @@ def test_one_outsider_moves_the_cache_of_the_other(outsiders: Path) -> None:
     assert mode["bytes"] > 0
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(NEEDS_S)
+def test_unlike_engines_refuse_one_another_and_compute_by_themselves(outsiders: Path) -> None:
+    env = {**os.environ, "PYTHONPATH": str(outsiders), "OPENBLAS_NUM_THREADS": "1"}
+    command = [sys.executable, str(Path(__file__).with_name("two_engines.py")), "reference", "abacus"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=NEEDS_S - 60, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)
+    assert len(rows) == 8
+    for row in rows:
+        like = row["prefill"] == row["decode"]
+        assert (row["equal"], row["ok"], row["reason"]) == (True, like, None if like else "layout"), row
+        assert like or "model" in row["detail"], row
+
+
 BROKEN = {
     "samehost goes on after forbid": (
         "samehost/transport.py",
