@@ -129,8 +129,11 @@ def test_the_adapter_has_a_passing_report(outsiders: Path) -> None:
     assert status == 0, [one for one in report["cases"] if one["verdict"] != "pass"]
     assert report["holds"]
     assert not report["partial"]
-    assert set(report["verdicts"].values()) == {0, len(report["cases"])}
-    assert len(report["cases"]) >= 17
+    verdicts = {one["id"]: one["verdict"] for one in report["cases"]}
+    undeclared = {name for name, verdict in verdicts.items() if verdict == "skip_undeclared"}
+    assert {name.partition(".")[0] for name in undeclared} == {"KVX-ADP-009", "KVX-ADP-010"}
+    assert all(verdict == "pass" for name, verdict in verdicts.items() if name not in undeclared)
+    assert len(verdicts.keys() - undeclared) >= 21
 
 
 @pytest.mark.slow
