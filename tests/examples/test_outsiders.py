@@ -152,8 +152,8 @@ def test_one_outsider_moves_the_cache_of_the_other(outsiders: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(NEEDS_S)
-def test_unlike_engines_refuse_one_another_and_compute_by_themselves(outsiders: Path) -> None:
-    env = {**os.environ, "PYTHONPATH": str(outsiders), "OPENBLAS_NUM_THREADS": "1"}
+def test_unlike_engines_refuse_one_another_and_compute_by_themselves(outsiders: Path, tmp_path: Path) -> None:
+    env = {**os.environ, "PYTHONPATH": str(outsiders), "OPENBLAS_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
     command = [sys.executable, str(Path(__file__).with_name("two_engines.py")), "reference", "abacus"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=NEEDS_S - 60, check=False)
     assert done.returncode == 0, done.stderr
