@@ -172,7 +172,8 @@ def _parser(further: Sequence[str]) -> argparse.ArgumentParser:
     planning = _add(benches, "planner", _bench_planner, "pure planning: which bytes of which blocks")
     planning.add_argument("--blocks", type=_count, default=1024, metavar="N", help="blocks per request (default 1024)")
     planning.add_argument("--layers", type=_count, default=32, metavar="N", help="layers (default 32)")
-    planning.add_argument("--layout", choices=("fresh", "fragmented"), help="one case instead of all")
+    planning.add_argument("--layout", choices=("fresh", "fragmented", "random"), help="one case instead of all")
+    planning.add_argument("--floors", action="store_true", help="instead: the sizes and cases that have a bar")
     calls = _add(benches, "callbacks", _bench_callbacks, "what an adapter costs its engine in each step")
     calls.add_argument("--engine", default="reference", metavar="E", help="whose adapter (default reference)")
     calls.add_argument("--open", type=int, metavar="N", help="one number of open transfers (default 0, 100 and 10,000)")
@@ -386,12 +387,9 @@ def _bench_planner(arguments: argparse.Namespace) -> int:
     from kvx.bench import planner
 
     cases = (arguments.layout,) if arguments.layout else planner.CASES
-    fields = _measured(planner.run, blocks=arguments.blocks, layers=arguments.layers, cases=cases)
-    lines = [
-        f"{row['case']:<12} {row['pieces']:>8} pieces {row['descriptors']:>8} descriptors {row['ms']['median']:8.3f} ms"
-        for row in fields["results"]
-    ]
-    _emit(arguments, "bench.planner", fields, lines)
+    sizes = {"blocks": arguments.blocks, "layers": arguments.layers, "cases": cases}
+    fields = _measured(planner.floors) if arguments.floors else _measured(planner.run, **sizes)
+    _emit(arguments, "bench.planner", fields, planner.lines(fields))
     return 0
 
 
