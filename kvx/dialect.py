@@ -79,7 +79,15 @@ class CompletionsDialect:
         if not all(isinstance(text, str) for text in texts) or not all(type(number) is int for number in numbers):
             raise RemoteProtocolError("the probe in the instance's answer has values of wrong types")
         epoch, dp_rank, dp_size = numbers
-        return Probe(texts[0], epoch, tuple(texts[2:]), dp_rank, dp_size, texts[1])
+        return Probe(texts[0], epoch, tuple(texts[2:]), dp_rank, dp_size, texts[1], _free(kvx.get("blocks")))
+
+
+def _free(blocks: object) -> float | None:
+    """The free share in `{"total": N, "free": N}`."""
+    if not isinstance(blocks, Mapping):
+        return None
+    total, free = blocks.get("total"), blocks.get("free")
+    return free / total if isinstance(total, int) and isinstance(free, int) and total > 0 else None
 
 
 def _kvx(answer: Mapping[str, Any]) -> Mapping[str, Any]:

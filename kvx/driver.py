@@ -74,7 +74,10 @@ class RequestInfo:
 
 @frozen
 class Probe:
-    """What an instance tells of itself over HTTP: the control addresses of its ranks, and who it is."""
+    """What an instance tells of itself over HTTP: the control addresses of its ranks, and who it is.
+
+    `free_blocks`: the share of its KV blocks that are free, None where it does not say.
+    """
 
     instance: str
     epoch: int
@@ -82,6 +85,7 @@ class Probe:
     dp_rank: int
     dp_size: int
     fingerprint: str
+    free_blocks: float | None = None
 
 
 class Dialect(Protocol):
