@@ -138,7 +138,13 @@ def _parser(further: Sequence[str]) -> argparse.ArgumentParser:
     router.add_argument(
         "--decode", action="append", default=[], metavar="URL", help="a decode instance, as often as there are any"
     )
-    router.add_argument("--mode", choices=("push", "pull", "auto"), default="auto", help="default auto")
+    router.add_argument(
+        "--mode",
+        choices=("push", "pull", "auto"),
+        default="auto",
+        help="auto chooses for each request: docs/operations.md (default auto)",
+    )
+    router.add_argument("--verbose", action="store_true", help="log each choice: mode, instances, and why")
     router.add_argument("--engine", metavar="E", help="whose HTTP dialect (default: OpenAI's as vLLM extends it)")
     router.add_argument("--host", default="127.0.0.1", help="where to listen (default 127.0.0.1)")
     router.add_argument("--port", type=_port, default=8000, help="default 8000")
@@ -152,6 +158,19 @@ def _parser(further: Sequence[str]) -> argparse.ArgumentParser:
         router.add_argument(
             option, type=_seconds, default=default, metavar="S", help=f"limit {text} (default {default:g})"
         )
+
+    router.add_argument("--room", type=_count, default=256, metavar="N", help="open legs at an instance (default 256)")
+    router.add_argument(
+        "--queue-limit", type=_count, default=1024, metavar="N", help="requests that wait for room (default 1024)"
+    )
+    router.add_argument("--queue-s", type=_seconds, default=60.0, metavar="S", help="longest such wait (default 60)")
+    router.add_argument(
+        "--stall-s",
+        type=_seconds,
+        default=2.0,
+        metavar="S",
+        help="prefill nothing more while a prefilled prompt waits longer for a decode instance (default 2)",
+    )
 
     bench = commands.add_parser("bench", help="measure a part of kvx on this machine")
     benches = bench.add_subparsers(title="benches", metavar="BENCH", required=True)
@@ -330,18 +349,28 @@ def _router(arguments: argparse.Namespace) -> int:
     mode = _mode(arguments.mode)
     key = settings.check_exposure(arguments.host, arguments.api_key_file, insecure=arguments.insecure)
     prefill, decode = settings.instances(arguments.prefill, arguments.decode, mode)
+    driver = found.driver(arguments.engine) if arguments.engine else None
     ready = settings.Settings(
         prefill=prefill,
         decode=decode,
         mode=mode,
-        dialect=found.driver(arguments.engine).dialect if arguments.engine else CompletionsDialect(),
+        modes=settings.able(mode, driver.modes if driver else frozenset(Mode)),
+        dialect=driver.dialect if driver else CompletionsDialect(),
         wish=found.choose_mode,
         options=Options.load(),
         limits=upstream.Limits(connect_s=arguments.connect_s, prefill_s=arguments.prefill_s, idle_s=arguments.idle_s),
+        flow=settings.Flow(
+            room=arguments.room,
+            queue=arguments.queue_limit,
+            queue_s=arguments.queue_s,
+            stall_s=arguments.stall_s,
+        ),
         host=arguments.host,
         port=arguments.port,
         api_key=key,
     )
+    if arguments.verbose:
+        logging.getLogger("kvx.router").setLevel(logging.INFO)
     _say(f"kvx router: http://{format_address(arguments.host, arguments.port)}")
     app.serve(ready)
     return 0

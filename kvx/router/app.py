@@ -7,33 +7,30 @@ import hmac
 import json
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from typing import Any
 
 from aiohttp import web
-from attrs import define, evolve, field
+from attrs import define, field
 
-from kvx.core import wire
-from kvx.core.errors import ConfigError, KvxError, RemoteProtocolError
-from kvx.driver import RequestInfo
-from kvx.operator import ask
-from kvx.router.exchange import Exchange, Refused
-from kvx.router.policy import Choice, NoInstance, Pools, State, choose
+from kvx.core.errors import ConfigError
+from kvx.router.dispatch import Dispatcher
+from kvx.router.exchange import Refused
+from kvx.router.line import Overloaded
+from kvx.router.metrics import CONTENT_TYPE, render
+from kvx.router.policy import NoInstance
 from kvx.router.settings import Settings
-from kvx.router.upstream import Answer, Failure, Lost, Reply, Unreachable, Upstream
+from kvx.router.upstream import PASSED_BACK, Answer, Failure, Reply, Upstream, kept
 
 MAX_BODY = 64 << 20
 """Bytes of a request; a prompt of a million token ids takes about 7 MB."""
-RELEASE_S = 5.0
-"""Longest wait for an instance to take a ticket back."""
 MODELS_S = 30.0
 """Longest wait for an instance's list of models."""
 SHUTDOWN_S = 2.0
 """How long open requests may go on when the router is told to stop."""
 PATHS = ("/v1/completions", "/v1/chat/completions")
 _SENT_ON = ("Authorization", "X-Request-Id")
-_PASSED_BACK = ("Content-Type", "X-Request-Id", "Retry-After")
+_ENDS = ("ok", "failed", "disconnected", "broken_off")
 _log = logging.getLogger(__name__)
 
 
@@ -42,79 +39,30 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @define(eq=False)
 class Router:
-    """The handlers and what they share. Made once per process; `app` makes the aiohttp application."""
+    """The handlers. Made once per process; `app` makes the aiohttp application."""
 
     settings: Settings
     counters: Counter[str] = field(factory=Counter)
+    dispatcher: Dispatcher = field(init=False)
     _upstream: Upstream = field(init=False)
-    _tasks: set[asyncio.Task[None]] = field(factory=set)
-    _turn: int = 0
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=MAX_BODY, middlewares=[self._guard])
         app.cleanup_ctx.append(self._run)
         app.router.add_get("/health", self._health)
         app.router.add_get("/status", self._status)
+        app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/v1/models", self._models)
         for path in PATHS:
             app.router.add_post(path, self._complete)
         return app
 
     async def _run(self, _: web.Application) -> AsyncIterator[None]:
-        settings = self.settings
-        async with Upstream(settings.limits) as self._upstream:
-            watches = [
-                asyncio.create_task(instance.watch(self._upstream, settings.dialect, self._headers({})))
-                for instance in (*settings.prefill, *settings.decode)
-            ]
+        async with Upstream(self.settings.limits) as self._upstream:
+            self.dispatcher = Dispatcher(self.settings, self._upstream, self.counters)
+            self.dispatcher.watch(self._headers({}))
             yield
-            for task in watches:
-                task.cancel()
-            if self._tasks:
-                await asyncio.wait(self._tasks, timeout=SHUTDOWN_S)
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*watches, *self._tasks, return_exceptions=True)
-
-    # ------------------------------------------------------------ what exchanges ask for
-
-    def trouble(self, url: str, error: Failure) -> None:
-        _log.warning("%s", error)
-        for instance in (*self.settings.prefill, *self.settings.decode):
-            if instance.url == url:
-                instance.doubt(str(error), down=isinstance(error, Unreachable | Lost))
-
-    def release(self, ticket: str) -> None:
-        self.outlive(self._release(ticket))
-
-    def withdraw(self, address: str, transfer: str) -> None:
-        self.outlive(self._withdraw(address, transfer))
-
-    def outlive(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _release(self, text: str) -> None:
-        await self._tell("ticket", "release", lambda: wire.parse_ticket(text).grant.address, text)
-
-    async def _withdraw(self, address: str, transfer: str) -> None:
-        await self._tell("push", "withdraw", lambda: address, transfer)
-
-    async def _tell(self, what: str, verb: str, address_of: Callable[[], str], argument: str) -> None:
-        """Spare an instance a wait for somebody who will not come."""
-        options = self.settings.options
-        try:
-            address = address_of()
-            if not options.may_dial(address):
-                raise RemoteProtocolError(f"its address {address} is not in option peers")
-            ack = await asyncio.to_thread(ask, address, verb, argument, secret=options.secret, timeout_s=RELEASE_S)
-        except KvxError as error:
-            _log.warning("%s of a %s failed, a time limit will end it: %s", verb, what, error)
-            self.counters[f"{verb}_failed"] += 1
-        else:
-            # "no" is as good: the other side has ended the transfer itself
-            self.counters[f"{verb}_done" if ack.ok else f"{verb}_needless"] += 1
+            await self.dispatcher.close(SHUTDOWN_S)
 
     # ------------------------------------------------------------ handlers
 
@@ -137,16 +85,51 @@ class Router:
         return web.json_response(up, status=200 if all(up.values()) else 503)
 
     async def _status(self, _: web.Request) -> web.Response:
-        settings = self.settings
+        settings, dispatcher = self.settings, self.dispatcher
         return web.json_response(
             {
                 "schema": "kvx.router/1",
                 "mode": settings.mode.value if settings.mode else "auto",
                 "prefill": [instance.status() for instance in settings.prefill],
                 "decode": [instance.status() for instance in settings.decode],
+                "waiting": {"entry": len(dispatcher.entry), "prefilled": len(dispatcher.prefilled)},
+                "modes": [
+                    {"mode": mode.value, "reason": reason.value, "requests": count}
+                    for (mode, reason), count in dispatcher.modes.items()
+                ],
                 "counters": dict(self.counters),
             }
         )
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        settings, dispatcher = self.settings, self.dispatcher
+        pools = {"prefill": settings.prefill, "decode": settings.decode}
+        each = [({"pool": pool, "instance": one.url}, one) for pool, ones in pools.items() for one in ones]
+        chosen = [({"mode": mode.value, "reason": reason.value}, n) for (mode, reason), n in dispatcher.modes.items()]
+        ends = [({"outcome": end}, self.counters[end]) for end in _ENDS]
+        lines = {"entry": dispatcher.entry, "prefilled": dispatcher.prefilled}
+        text = render(
+            [
+                ("kvx_router_mode_total", "counter", "Attempts by mode, and why it was chosen.", chosen),
+                ("kvx_router_requests_total", "counter", "Requests that have ended, by how.", ends),
+                ("kvx_router_retries_total", "counter", "Attempts after the first.", [({}, self.counters["retries"])]),
+                (
+                    "kvx_router_waiting_requests",
+                    "gauge",
+                    "Requests that wait for room at an instance: at the entry, or prefilled.",
+                    [({"line": name}, len(line)) for name, line in lines.items()],
+                ),
+                ("kvx_router_open_legs", "gauge", "Open legs.", [(labels, one.open) for labels, one in each]),
+                ("kvx_router_instance_up", "gauge", "1: it serves.", [(labels, one.up) for labels, one in each]),
+                (
+                    "kvx_router_instance_resting",
+                    "gauge",
+                    "1: it has failed lately and serves only where nobody else can.",
+                    [(labels, one.resting) for labels, one in each],
+                ),
+            ]
+        )
+        return web.Response(body=text.encode(), headers={"Content-Type": CONTENT_TYPE})
 
     async def _models(self, request: web.Request) -> web.Response:
         headers = self._headers(request.headers)
@@ -170,75 +153,56 @@ class Router:
         return answer
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
+        answer = web.StreamResponse()
+
+        async def pass_on(reply: Reply) -> bool:
+            answer.set_status(reply.status)
+            answer.headers.update(kept(reply.response.headers, PASSED_BACK))
+            return await self._pass_on(request, reply, answer)
+
         try:
             body = await _read(request, self.settings.limits.idle_s)
-            headers = self._headers(request.headers)
-            exchange = Exchange(self, self._upstream, self.settings.dialect, request.path, body, headers)
-            state = State(self._turn)
-            self._turn += 1
-            while True:
-                choice = self._choose(body, state)
-                try:
-                    with self._counted(choice):
-                        async with exchange.answered(choice) as reply:
-                            return await self._pass_on(request, reply)
-                except Unreachable as error:
-                    self.counters["retries"] += 1
-                    state = evolve(state, tried=state.tried | {error.instance})
+            await self.dispatcher.serve(request.path, body, self._headers(request.headers), pass_on)
         except Refused as error:
             return _passed(error.answer)
         except NoInstance as error:
             return _error(Failure(503, "no_instance", str(error)))
         except Failure as error:
             return _error(error)
+        return answer
 
-    def _choose(self, body: Mapping[str, Any], state: State) -> Choice:
-        settings = self.settings
-        pools = Pools(
-            [instance.candidate() for instance in settings.prefill],
-            [instance.candidate() for instance in settings.decode],
-            settings.mode,
-        )
-        return choose(pools, _info(body), state, settings.wish)
-
-    @contextmanager
-    def _counted(self, choice: Choice) -> Generator[None, None, None]:
-        """One open request more at both instances."""
-        settings = self.settings
-        pools = ((settings.prefill, choice.prefill), (settings.decode, choice.decode))
-        chosen = [instance for pool, candidate in pools for instance in pool if instance.url == candidate.url]
-        for instance in chosen:
-            instance.requests += 1
-            instance.open += 1
+    async def _pass_on(self, request: web.Request, reply: Reply, answer: web.StreamResponse) -> bool:
+        """Each piece goes out before the next one is waited for; nothing does before there is a first one."""
+        pieces = reply.pieces()
         try:
-            yield
-        finally:
-            for instance in chosen:
-                instance.open -= 1
-
-    async def _pass_on(self, request: web.Request, reply: Reply) -> web.StreamResponse:
-        """Each piece goes out before the next one is waited for."""
-        answer = web.StreamResponse(status=reply.status, headers=_kept(reply.response.headers, _PASSED_BACK))
+            piece = await anext(pieces, None)
+        except Failure as error:
+            error.instance = reply.instance
+            self.dispatcher.failed(reply.instance, error)
+            raise
         await answer.prepare(request)
+        whole = True
         try:
-            async for piece in reply.pieces():
+            while piece is not None:
                 await _within(self.settings.limits.idle_s, answer.write(piece))
+                piece = await anext(pieces, None)
         except Failure as error:
             # The status is out already: a stream can still say why it ends, anything else can only break off.
-            self.trouble(reply.instance, error)
+            whole = False
+            self.dispatcher.failed(reply.instance, error)
             self.counters["broken_off"] += 1
             if answer.content_type != "text/event-stream":
                 if request.transport is not None:
                     request.transport.abort()
-                return answer
+                return False
             await answer.write(b"data: " + json.dumps(_told(error)).encode() + b"\n\n")
         await answer.write_eof()
-        return answer
+        return whole
 
     def _headers(self, given: Mapping[str, str]) -> dict[str, str]:
         """The headers of a leg: the client's, and the router's own key where it has one."""
         key = self.settings.api_key
-        return _kept(given, _SENT_ON) | ({"Authorization": f"Bearer {key}"} if key else {})
+        return kept(given, _SENT_ON) | ({"Authorization": f"Bearer {key}"} if key else {})
 
 
 async def _read(request: web.Request, limit_s: float) -> dict[str, Any]:
@@ -254,15 +218,6 @@ async def _read(request: web.Request, limit_s: float) -> dict[str, Any]:
     return body
 
 
-def _info(body: Mapping[str, Any]) -> RequestInfo:
-    model, prompt, limit = body.get("model"), body.get("prompt"), body.get("max_tokens")
-    return RequestInfo(
-        model if isinstance(model, str) else "",
-        len(prompt) if isinstance(prompt, list) and all(isinstance(token, int) for token in prompt) else None,
-        limit if isinstance(limit, int) else None,
-    )
-
-
 async def _within(limit_s: float, work: Coroutine[Any, Any, None]) -> None:
     """A client that reads nothing may not hold the engine's blocks for ever."""
     try:
@@ -272,13 +227,8 @@ async def _within(limit_s: float, work: Coroutine[Any, Any, None]) -> None:
         raise ConnectionResetError(f"the client took nothing for {limit_s:g} s") from error
 
 
-def _kept(headers: Mapping[str, str], names: tuple[str, ...]) -> dict[str, str]:
-    return {name: headers[name] for name in names if name in headers}
-
-
 def _passed(answer: Answer) -> web.Response:
-    headers = {"Content-Type": answer.content_type} if answer.content_type else {}
-    return web.Response(status=answer.status, body=answer.data, headers=headers)
+    return web.Response(status=answer.status, body=answer.data, headers=answer.headers)
 
 
 def _told(error: Failure) -> dict[str, Any]:
@@ -287,7 +237,8 @@ def _told(error: Failure) -> dict[str, Any]:
 
 
 def _error(error: Failure) -> web.Response:
-    return web.json_response(_told(error), status=error.status)
+    headers = {"Retry-After": str(error.retry_after)} if isinstance(error, Overloaded) else {}
+    return web.json_response(_told(error), status=error.status, headers=headers)
 
 
 def serve(settings: Settings) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from attrs import define, field
@@ -19,53 +19,100 @@ RETRY_S = 1.0
 """The same while it is not."""
 LOOK_LIMIT_S = 30.0
 """Longest wait for its answer; a probe waits in the engine's queue like any request."""
+FAILURES = 3
+"""So many failed legs in a row, and an instance rests although it answers when it is looked at."""
+REST_S = 10.0
+"""How long it then serves only where nobody else can, before it is looked at again."""
+
+
+@define(eq=False)
+class Seat:
+    """One open leg at an instance, from `Instance.take` until `leave`, which may be called twice."""
+
+    instance: Instance
+    freed: Callable[[], None]
+    _left: bool = False
+
+    def leave(self) -> None:
+        if not self._left:
+            self._left = True
+            self.instance.open -= 1
+            self.freed()
 
 
 @define(eq=False)
 class Instance:
     """One instance, watched by a task of its own (`watch`).
 
-    Where `probing` is set, a request of one token asks for its control address; else `/health` is asked.
+    Where `probing` is set, a request of one token asks for its control address; else `/health` is asked, and where
+    it is `curious` such a request asks for its free blocks, which it need not know.
     """
 
     url: str
     address: str | None = None
     """HOST:PORT of its control channel, from the operator or from its probe."""
     probing: bool = False
+    curious: bool = False
     up: bool = False
     note: str = "not asked yet"
     probe: Probe | None = None
     requests: int = 0
     open: int = 0
+    resting: bool = False
+    _failures: int = 0
     _doubt: asyncio.Event = field(factory=asyncio.Event)
 
     def candidate(self) -> Candidate:
-        return Candidate(self.url, self.up, self.address, self.note)
+        free = self.probe.free_blocks if self.probe else None
+        return Candidate(self.url, self.up, self.address, self.note, self.open, free, self.resting)
+
+    def take(self, freed: Callable[[], None]) -> Seat:
+        """One leg more; `freed` is called when it is over."""
+        self.requests += 1
+        self.open += 1
+        return Seat(self, freed)
 
     def status(self) -> dict[str, Any]:
         told: dict[str, Any] = {name: getattr(self, name) for name in ("url", "up", "note", "address")}
         if self.probe is not None:
             told |= {"instance": self.probe.instance, "epoch": self.probe.epoch}
-        return told | {"requests": self.requests, "open": self.open}
+        free = self.candidate().free
+        return told | {"requests": self.requests, "open": self.open, "resting": self.resting, "free": free}
 
-    def doubt(self, note: str, *, down: bool) -> None:
-        """A request met trouble here: look at once. While it is `down` no request is sent to it."""
+    def failed(self, note: str, *, down: bool) -> None:
+        """A leg met trouble here: look at once. While it is `down` no request is sent to it."""
         self.note = note
+        self._failures += 1
         if down:
             self.up = False
+        if self._failures >= FAILURES:
+            self.resting = True
         self._doubt.set()
 
-    async def watch(self, upstream: Upstream, dialect: Dialect, headers: Mapping[str, str]) -> None:
-        """Look again and again, until cancelled."""
+    def worked(self) -> None:
+        """A leg has ended well here."""
+        self._failures = 0
+        self.resting = False
+
+    async def watch(
+        self, upstream: Upstream, dialect: Dialect, headers: Mapping[str, str], changed: Callable[[], None]
+    ) -> None:
+        """Look again and again, until cancelled; `changed` is called after each look."""
         while True:
             self._doubt.clear()
+            rested = self.resting
+            if rested:
+                await asyncio.sleep(REST_S)
             try:
                 await self._look(upstream, dialect, headers)
                 self.up = True
+                if rested:
+                    self.worked()
             except TooSlow as error:  # busy is not gone, as long as it has answered before
                 self.note = str(error)
             except KvxError as error:
                 self.up, self.note = False, str(error)
+            changed()
             try:
                 async with asyncio.timeout(LOOK_S if self.up else RETRY_S):
                     await self._doubt.wait()
@@ -78,13 +125,22 @@ class Instance:
             if answer.status != 200:
                 raise Failure(502, "instance_unhealthy", f"/health says {answer.status}")
             self.note = ""
+            if self.curious:
+                self.up = True  # the probe may wait in the engine's queue
+                try:
+                    self.probe = await self._ask(upstream, dialect, headers)
+                except KvxError:  # it serves all the same
+                    self.probe = None
             return
+        self._learn(await self._ask(upstream, dialect, headers))
+
+    async def _ask(self, upstream: Upstream, dialect: Dialect, headers: Mapping[str, str]) -> Probe:
         models = await upstream.ask(self.url, "/v1/models", None, headers, limit_s=LOOK_LIMIT_S)
         body = dialect.probe_request(_first_model(models.json()))
         answer = await upstream.ask(self.url, "/v1/completions", body, headers, limit_s=LOOK_LIMIT_S)
         if answer.status != 200:
             raise Failure(502, "instance_unhealthy", f"the probe was answered with status {answer.status}")
-        self._learn(dialect.read_probe(answer.json()))
+        return dialect.read_probe(answer.json())
 
     def _learn(self, probe: Probe) -> None:
         if not probe.addresses:

@@ -22,8 +22,25 @@ MIN_KEY = 16
 
 
 @frozen(kw_only=True)
+class Flow:
+    """How much the router takes on.
+
+    `room` open requests at one instance, `queue` that wait in the router, each at most `queue_s` seconds. While a
+    prefilled prompt waits longer than `stall_s` for a decode instance, no further prompt is prefilled.
+    """
+
+    room: int = 256
+    queue: int = 1024
+    queue_s: float = 60.0
+    stall_s: float = 2.0
+
+
+@frozen(kw_only=True)
 class Settings:
-    """`mode` None: it may differ between requests. `api_key` is asked of clients and shown to instances."""
+    """`mode` None: it may differ between requests, within `modes`, which are what the engines can do.
+
+    `api_key` is asked of clients and shown to instances.
+    """
 
     prefill: Sequence[Instance]
     decode: Sequence[Instance]
@@ -35,6 +52,8 @@ class Settings:
     host: str
     port: int
     api_key: str = ""
+    modes: frozenset[Mode] = frozenset(Mode)
+    flow: Flow = Flow()
 
 
 def instances(
@@ -54,7 +73,18 @@ def instances(
         raise ConfigError(f"{min(both)} stands in both pools: the router would let an instance move blocks to itself")
     for instance in pools[0]:
         instance.probing = instance.address is None and mode is not Mode.PULL
+    for instance in pools[1]:
+        instance.curious = mode is None
     return pools
+
+
+def able(mode: Mode | None, modes: frozenset[Mode]) -> frozenset[Mode]:
+    """The `modes` of the engines. Raises ConfigError where `mode` is not among them."""
+    if mode is not None and mode not in modes:
+        raise ConfigError(
+            f"--mode {mode.value}: these engines can only {', '.join(sorted(one.value for one in modes))}"
+        )
+    return modes
 
 
 def check_exposure(host: str, api_key_file: str | None, *, insecure: bool) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import AsyncIterator, Generator, Mapping
+from collections.abc import AsyncIterator, Generator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from typing import Any, Self
 
@@ -16,23 +16,28 @@ from kvx.core.errors import KvxError
 
 MAX_ANSWER = 64 << 20
 """Bytes of an answer that the router itself reads; one that is passed on has no such limit."""
+PASSED_BACK = ("Content-Type", "X-Request-Id", "Retry-After")
+"""Headers of an answer that the client gets."""
 
 
 class Failure(KvxError):
-    """Something that the router has to tell its client: HTTP status, type, and the text as message."""
+    """Something that the router has to tell its client: HTTP status, type, and the text as message.
 
-    def __init__(self, status: int, kind: str, message: str) -> None:
+    `instance` is the URL of the instance that has failed, empty where none has.
+    """
+
+    def __init__(self, status: int, kind: str, message: str, instance: str = "") -> None:
         super().__init__(message)
         self.status = status
         self.kind = kind
+        self.instance = instance
 
 
 class Unreachable(Failure):
     """No connection came about: the instance has certainly not seen the request."""
 
     def __init__(self, instance: str, message: str) -> None:
-        super().__init__(502, "instance_unreachable", message)
-        self.instance = instance
+        super().__init__(502, "instance_unreachable", message, instance)
 
 
 class Lost(Failure):
@@ -64,7 +69,7 @@ class Answer:
 
     url: str
     status: int
-    content_type: str
+    headers: Mapping[str, str]
     data: bytes
 
     def text(self) -> str:
@@ -116,7 +121,7 @@ class Reply:
             data += piece
             if len(data) > MAX_ANSWER:
                 raise Failure(502, "bad_answer", f"{self.url} answered with more than {MAX_ANSWER} bytes")
-        return Answer(self.url, self.status, self.response.headers.get("Content-Type", ""), bytes(data))
+        return Answer(self.url, self.status, kept(self.response.headers, PASSED_BACK), bytes(data))
 
 
 class Upstream:
@@ -179,6 +184,10 @@ class Upstream:
                     return await reply.whole()
         except TimeoutError as error:
             raise TooSlow(f"{instance}{path} did not answer in {limit_s:g} s") from error
+
+
+def kept(headers: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
+    return {name: headers[name] for name in names if name in headers}
 
 
 @contextmanager

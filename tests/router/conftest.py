@@ -18,7 +18,7 @@ from kvx.core.model import Mode
 from kvx.dialect import CompletionsDialect
 from kvx.driver import Dialect, RequestInfo
 from kvx.router.app import Router
-from kvx.router.settings import Settings, instances
+from kvx.router.settings import Flow, Settings, instances
 from kvx.router.upstream import Limits
 
 WAIT_S = 20.0
@@ -136,6 +136,7 @@ async def _world(
     *,
     wish: Callable[[RequestInfo], Mode | None] = lambda _: None,
     limits: Limits | None = None,
+    flow: Flow | None = None,
     options: Options | None = None,
     addresses: bool = False,
     wait: bool = True,
@@ -157,6 +158,7 @@ async def _world(
                 wish=wish,
                 options=options or Options(),
                 limits=limits or Limits(),
+                flow=flow or Flow(),
                 host="127.0.0.1",
                 port=0,
                 api_key=api_key,

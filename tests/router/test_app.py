@@ -13,7 +13,7 @@ from aiohttp import web
 from kvx.config import Options
 from kvx.core.messages import Ack
 from kvx.core.model import Mode
-from kvx.router import app as router_app
+from kvx.router import errands
 from kvx.router.upstream import Limits
 from kvx_sglang.dialect import SglangDialect
 
@@ -65,7 +65,7 @@ def released(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         asked.append((address, verb, argument, secret, threading.current_thread() is threading.main_thread()))
         return Ack("t", True)
 
-    monkeypatch.setattr(router_app, "ask", ask)
+    monkeypatch.setattr(errands, "ask", ask)
     return asked
 
 
