@@ -154,6 +154,8 @@ def _parser(further: Sequence[str]) -> argparse.ArgumentParser:
         ("--connect-s", 5.0, "to connect to an instance"),
         ("--prefill-s", 600.0, "for the whole prefill leg"),
         ("--idle-s", 600.0, "for the next piece of a decode instance's answer; one that is not streamed is one piece"),
+        ("--queue-s", 60.0, "for a request that waits for room"),
+        ("--stall-s", 2.0, "for a prefilled prompt that waits for a decode instance: then no further one is prefilled"),
     ):
         router.add_argument(
             option, type=_seconds, default=default, metavar="S", help=f"limit {text} (default {default:g})"
@@ -162,14 +164,6 @@ def _parser(further: Sequence[str]) -> argparse.ArgumentParser:
     router.add_argument("--room", type=_count, default=256, metavar="N", help="open legs at an instance (default 256)")
     router.add_argument(
         "--queue-limit", type=_count, default=1024, metavar="N", help="requests that wait for room (default 1024)"
-    )
-    router.add_argument("--queue-s", type=_seconds, default=60.0, metavar="S", help="longest such wait (default 60)")
-    router.add_argument(
-        "--stall-s",
-        type=_seconds,
-        default=2.0,
-        metavar="S",
-        help="prefill nothing more while a prefilled prompt waits longer for a decode instance (default 2)",
     )
 
     bench = commands.add_parser("bench", help="measure a part of kvx on this machine")

@@ -45,7 +45,7 @@ class Dispatcher:
     _homes: Homes = field(factory=Homes)
     _late_gain: float = 0.0
     _turn: int = 0
-    _watches: dict[str, asyncio.Task[None]] = field(factory=dict)
+    _watches: list[asyncio.Task[None]] = field(factory=list)
 
     def __attrs_post_init__(self) -> None:
         flow = self.settings.flow
@@ -59,15 +59,16 @@ class Dispatcher:
 
     def watch(self, headers: Mapping[str, str]) -> None:
         """Look after every instance, in tasks of their own."""
-        for one in self.instances:
-            work = one.watch(self.upstream, self.settings.dialect, headers, self.wake)
-            self._watches[one.url] = asyncio.create_task(work)
+        self._watches += [
+            asyncio.create_task(one.watch(self.upstream, self.settings.dialect, headers, self.wake))
+            for one in self.instances
+        ]
 
     async def close(self, limit_s: float) -> None:
-        for task in self._watches.values():
+        for task in self._watches:
             task.cancel()
         await self.errands.end(limit_s)
-        await asyncio.gather(*self._watches.values(), return_exceptions=True)
+        await asyncio.gather(*self._watches, return_exceptions=True)
 
     def wake(self) -> None:
         """There may be room now."""
@@ -82,12 +83,12 @@ class Dispatcher:
         Another pair is tried as often as an instance cannot be reached, and once when a leg fails otherwise.
         """
         exchange = Exchange(self, self.errands, self.upstream, self.settings.dialect, path, body, headers)
-        prompt = read_prompt(body)
+        request, prompt = _info(body), read_prompt(body)
         turn, self._turn = self._turn, self._turn + 1
         tried: frozenset[str] = frozenset()
         first: Failure | Refused | None = None
         while True:
-            attempt = await self._admitted(body, prompt, turn, tried, first)
+            attempt = await self._admitted(request, prompt, turn, tried, first)
             try:
                 async with exchange.answered(attempt) as reply:
                     if reply.status >= 500:
@@ -109,7 +110,7 @@ class Dispatcher:
 
     async def _admitted(
         self,
-        body: Mapping[str, Any],
+        request: RequestInfo,
         prompt: Prompt,
         turn: int,
         tried: frozenset[str],
@@ -119,12 +120,12 @@ class Dispatcher:
             waited = self.prefilled.oldest_s()
             if waited > self.settings.flow.stall_s:
                 raise Busy(f"a prefilled prompt waits for a decode instance since {waited:.1f} s")
-            decision = decide(self._view(body, prompt, turn, tried), self.settings.wish)
+            decision = decide(self._view(request, prompt, turn, tried), self.settings.wish)
             self.modes[decision.mode, decision.reason] += 1
             pair = decision.prefill.url, decision.decode.url
             _log.info("%s from %s to %s: %s (%s)", decision.mode.value, *pair, decision.reason.value, decision.why)
             decode = self._seat(pair[1]) if decision.mode is Mode.PUSH else None
-            return Attempt(decision, self._seat(pair[0]), decode, body, prompt, turn, tried)
+            return Attempt(decision, self._seat(pair[0]), decode, request, prompt, turn, tried)
 
         try:
             return await self.entry.through(take)
@@ -133,12 +134,12 @@ class Dispatcher:
                 raise first from None
             raise
 
-    def _view(self, body: Mapping[str, Any], prompt: Prompt, turn: int, tried: frozenset[str]) -> View:
+    def _view(self, request: RequestInfo, prompt: Prompt, turn: int, tried: frozenset[str]) -> View:
         settings = self.settings
         return View(
             prefill=[one.candidate() for one in settings.prefill],
             decode=[one.candidate() for one in settings.decode],
-            request=_info(body),
+            request=request,
             mode=settings.mode,
             modes=settings.modes,
             prompt_tokens=prompt.tokens or None,
@@ -151,7 +152,10 @@ class Dispatcher:
         )
 
     def _seat(self, url: str) -> Seat:
-        return next(one for one in self.instances if one.url == url).take(self.wake)
+        return self._at(url).take(self.wake)
+
+    def _at(self, url: str) -> Instance:
+        return next(one for one in self.instances if one.url == url)
 
     # ------------------------------------------------------------ what an exchange asks and tells
 
@@ -159,7 +163,7 @@ class Dispatcher:
         """A seat at the decode instance of a pull, whose prefill is over. Raises NoInstance and Overloaded."""
 
         def take() -> Seat:
-            view = self._view(attempt.body, attempt.prompt, attempt.turn, attempt.tried)
+            view = self._view(attempt.request, attempt.prompt, attempt.turn, attempt.tried)
             return self._seat(late(view).url)
 
         try:
@@ -167,7 +171,7 @@ class Dispatcher:
         finally:
             self.entry.wake()
 
-    def is_prefilled(self, decision: Decision) -> None:
+    def prefill_ended(self, decision: Decision) -> None:
         """Learn what a choice would gain that is made only now."""
         decode = [one.candidate() for one in self.settings.decode]
         own = 1 if decision.mode is Mode.PUSH else 0
@@ -176,14 +180,10 @@ class Dispatcher:
 
     def failed(self, url: str, error: Failure) -> None:
         _log.warning("%s", error)
-        for instance in self.instances:
-            if instance.url == url:
-                instance.failed(str(error), down=isinstance(error, Unreachable | Lost))
+        self._at(url).failed(str(error), down=isinstance(error, Unreachable | Lost))
 
     def worked(self, url: str) -> None:
-        for instance in self.instances:
-            if instance.url == url:
-                instance.worked()
+        self._at(url).worked()
 
 
 def _is_worth_another(error: Failure | Refused) -> bool:

@@ -12,7 +12,7 @@ from attrs import frozen
 
 from kvx.core.errors import KvxError
 from kvx.core.model import Mode
-from kvx.driver import Dialect
+from kvx.driver import Dialect, RequestInfo
 from kvx.router.errands import Errands
 from kvx.router.homes import Prompt
 from kvx.router.policy import Decision
@@ -41,7 +41,7 @@ class Attempt:
     decision: Decision
     prefill: Seat
     decode: Seat | None
-    body: Mapping[str, Any]
+    request: RequestInfo
     prompt: Prompt
     turn: int
     tried: frozenset[str]
@@ -61,7 +61,7 @@ class Host(Protocol):
     def worked(self, url: str) -> None:
         """The instance at `url` has served a leg."""
 
-    def is_prefilled(self, decision: Decision) -> None:
+    def prefill_ended(self, decision: Decision) -> None:
         """The prefill leg has ended well."""
 
     async def late(self, attempt: Attempt) -> Seat:
@@ -161,7 +161,7 @@ class Exchange:
         elif answer.status != OVERLOADED:
             self.host.failed(url, Failure(answer.status, "instance_error", answer.text(), url))
         if answer.status == 200:
-            self.host.is_prefilled(decision)
+            self.host.prefill_ended(decision)
         return answer
 
     async def _decode(self, url: str, leg: Mapping[str, Any]) -> Reply:

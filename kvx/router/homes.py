@@ -57,26 +57,28 @@ def read_prompt(body: Mapping[str, Any]) -> Prompt:
     hasher = hashlib.sha256(json.dumps([body.get("model"), body.get("cache_salt")]).encode())
     marks: list[tuple[bytes, int]] = []
     tokens = 0
-    for data, length, is_full in _pieces(body):
+    for piece, length, is_full in _pieces(body):
         tokens += length
         if len(marks) < _MARKS and is_full:
+            data = (piece if isinstance(piece, str) else json.dumps(piece)).encode(errors="replace")
             hasher.update(len(data).to_bytes(8) + data)
             marks.append((hasher.digest()[:16], tokens))
     return Prompt(tuple(marks), tokens)
 
 
-def _pieces(body: Mapping[str, Any]) -> Iterator[tuple[bytes, int, bool]]:
+def _pieces(body: Mapping[str, Any]) -> Iterator[tuple[Any, int, bool]]:
+    """Each with its length in tokens, and whether it stays the same when the prompt grows."""
     messages, prompt = body.get("messages"), body.get("prompt")
     if isinstance(messages, list):
         for message in messages:
             text = json.dumps(message)
-            yield text.encode(), max(1, len(text) // _PER_TOKEN), True
+            yield text, max(1, len(text) // _PER_TOKEN), True
     elif isinstance(prompt, str):
         for piece in _cut(prompt, _CHARACTERS):
-            yield piece.encode(errors="replace"), max(1, len(piece) // _PER_TOKEN), len(piece) == _CHARACTERS
+            yield piece, max(1, len(piece) // _PER_TOKEN), len(piece) == _CHARACTERS
     elif isinstance(prompt, list):
         for piece in _cut(prompt, _TOKENS):
-            yield json.dumps(piece).encode(), len(piece), len(piece) == _TOKENS
+            yield piece, len(piece), len(piece) == _TOKENS
 
 
 def _cut(whole: Sequence[Any], size: int) -> Iterator[Any]:
