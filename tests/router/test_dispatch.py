@@ -11,6 +11,7 @@ from aiohttp import web
 from kvx.core.messages import Ack
 from kvx.core.model import Mode
 from kvx.router import errands
+from kvx.router.pool import FAILURES, Instance
 from kvx.router.settings import Flow
 
 
@@ -107,3 +108,15 @@ def test_what_was_chosen_and_why_is_a_metric(world: Any, fake: Any) -> None:
             assert w.decode[1].bodies[-1]["prompt"][-1] == 7  # where the conversation was
 
     asyncio.run(scenario())
+
+
+def test_who_fails_again_and_again_rests_until_it_works() -> None:
+    one = Instance("http://d0", up=True)
+    for failures in range(1, FAILURES + 1):
+        assert not one.resting
+        one.failed(f"failure {failures}", down=False)
+    assert one.candidate().resting
+    one.worked()
+    assert not one.candidate().resting
+    one.failed("once more", down=False)  # what it failed before does not count any more
+    assert not one.resting
