@@ -121,9 +121,7 @@ def decode_restarted(mode: Mode, context: Context) -> None:
         bench.kill(bench.decode)
         bench.gate.unlink()
         client.leave()
-        limit = bench.bound_s("the peer dies or stops in mid-transfer")
-        free = until(partial(_nothing, bench, bench.prefill), limit)
-        context.check(free, f"the prefill server still holds {bench.open(bench.prefill)} after {limit:g} s")
+        comes_to_hold_nothing(context, bench, bench.prefill, bench.bound_s("the peer dies or stops in mid-transfer"))
         bench.replace_decode()
         _found_again(context, bench, [*first, *second])
         _serves(context, bench, second)
@@ -152,12 +150,9 @@ def client_leaves_early(mode: Mode, context: Context) -> None:
                 raise NotExercised(f"{target.child.name} has handed over nothing.")
             client.leave()
         for node in (target, other):
-            limit = bench.bound_s("an abort")
-            free = until(partial(_nothing, bench, node), limit)
-            context.check(free, f"{node.child.name} still holds {bench.open(node)} after {limit:g} s")
+            comes_to_hold_nothing(context, bench, node, bench.bound_s("an abort"))
         for node, due in zip(counted, before, strict=True):
-            came = until(partial(_has, bench, node, due), bench.bound_s("an abort"))
-            context.check(came, f"{node.child.name} has {bench.free_blocks(node)} free blocks, not {due} as before")
+            has_its_blocks_back(context, bench, node, due, bench.bound_s("an abort"))
         _serves(context, bench, later)
 
 
@@ -171,6 +166,17 @@ def _held(bench: Servers, prompt: list[int]) -> Client:
 
 def _nothing(bench: Servers, node: Node) -> bool:
     return not bench.open(node)
+
+
+def comes_to_hold_nothing(context: Context, bench: Servers, node: Node, limit_s: float) -> None:
+    free = until(partial(_nothing, bench, node), limit_s)
+    context.check(free, f"{node.child.name} still holds {bench.open(node)} after {limit_s:g} s")
+
+
+def has_its_blocks_back(context: Context, bench: Servers, node: Node, due: int, limit_s: float) -> None:
+    """As many free blocks as before: `due`."""
+    came = until(partial(_has, bench, node, due), limit_s)
+    context.check(came, f"{node.child.name} has {bench.free_blocks(node)} free blocks after {limit_s:g} s, not {due}")
 
 
 def _has(bench: Servers, node: Node, due: int) -> bool:

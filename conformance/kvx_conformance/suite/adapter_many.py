@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from functools import partial
 
 from kvx.core.model import Mode
 from kvx.up import Node
-from kvx_conformance.suite.adapter import LIMIT_S, each_mode
+from kvx_conformance.suite.adapter import LIMIT_S, comes_to_hold_nothing, each_mode, has_its_blocks_back
 from kvx_conformance.suite.case import Context, case
 from kvx_conformance.suite.servers import UNSTOPPABLE, Client, Servers, servers, until
 from kvx_conformance.suite.subject import Feature
@@ -110,18 +109,10 @@ def mixed(mode: Mode, context: Context) -> None:
 )
 def drained(mode: Mode, context: Context) -> None:
     with servers(context, mode) as bench:
-        first, following = bench.prompts([3 * bench.place.small.block_size] * 2)
-        bench.gate.touch()
-        client = bench.start(first)
-        bench.begun()
-        bench.drain(bench.prefill)
-        bench.gate.unlink()
-        status, tokens = client.answer(ANSWER_S * context.pace)
-        alone = bench.alone(first)
-        context.check((status, tokens) == (200, alone), f"{status} {tokens} instead of {alone} while it is drained")
+        following = _drained_under_way(context, bench)
         after, alone = bench.through(following), bench.alone(following)
         context.check(after == alone, f"{after} instead of {alone} once it is drained")
-        _comes_to_hold_nothing(context, bench)
+        comes_to_hold_nothing(context, bench, bench.prefill, bench.bound_s("an abort"))
 
 
 @each_mode(
@@ -133,19 +124,11 @@ def drained(mode: Mode, context: Context) -> None:
 )
 def drained_with_roles(mode: Mode, context: Context) -> None:
     with servers(context, mode) as bench:
-        first, following = bench.prompts([3 * bench.place.small.block_size] * 2)
-        bench.gate.touch()
-        client = bench.start(first)
-        bench.begun()
-        bench.drain(bench.prefill)
-        bench.gate.unlink()
-        status, tokens = client.answer(ANSWER_S * context.pace)
-        alone = bench.alone(first)
-        context.check((status, tokens) == (200, alone), f"{status} {tokens} instead of {alone} while it is drained")
+        following = _drained_under_way(context, bench)
         status, tokens = bench.start(following).answer(ANSWER_S * context.pace)
         alone = bench.alone(following)
         context.check(status != 200 or tokens == alone, f"{tokens} instead of {alone} once it is drained")
-        _comes_to_hold_nothing(context, bench)
+        comes_to_hold_nothing(context, bench, bench.prefill, bench.bound_s("an abort"))
 
 
 @case(
@@ -176,10 +159,18 @@ def late_write(context: Context) -> None:
         _whole(context, bench, bench.decode, before)
 
 
-def _comes_to_hold_nothing(context: Context, bench: Servers) -> None:
-    limit_s = bench.bound_s("an abort")
-    empty = until(lambda: not bench.open(bench.prefill), limit_s)
-    context.check(empty, f"it still holds {bench.open(bench.prefill)} after {limit_s:g} s")
+def _drained_under_way(context: Context, bench: Servers) -> list[int]:
+    """The prefill instance is drained while a transfer is open; returns a prompt for the next request."""
+    first, following = bench.prompts([3 * bench.place.small.block_size] * 2)
+    bench.gate.touch()
+    client = bench.start(first)
+    bench.begun()
+    bench.drain(bench.prefill)
+    bench.gate.unlink()
+    status, tokens = client.answer(ANSWER_S * context.pace)
+    alone = bench.alone(first)
+    context.check((status, tokens) == (200, alone), f"{status} {tokens} instead of {alone} while it is drained")
+    return following
 
 
 def _prompts(bench: Servers, count: int) -> list[list[int]]:
@@ -196,9 +187,4 @@ def _left(bench: Servers, prompt: list[int], stay_s: float) -> Client:
 
 def _whole(context: Context, bench: Servers, node: Node, due: int) -> None:
     limit_s = bench.bound_s("the peer dies or stops in mid-transfer") + bench.bound_s("an abort")
-    came = until(partial(_has, bench, node, due), limit_s)
-    context.check(came, f"{node.child.name} has {bench.free_blocks(node)} free blocks after {limit_s:g} s, not {due}")
-
-
-def _has(bench: Servers, node: Node, due: int) -> bool:
-    return bench.free_blocks(node) == due
+    has_its_blocks_back(context, bench, node, due, limit_s)
