@@ -208,11 +208,19 @@ def _example(url: str, model: str, prompt: object) -> str:
 
 def _watch(cluster: Cluster, router: Child, say: Say) -> None:
     """An engine may die and the rest goes on; without a router there is nothing to keep."""
-    dead: list[Child] = []
-    while router.running:
-        for child in cluster.children:
-            if not child.running and child not in dead:
-                dead.append(child)
-                say(f"{child.name} has ended with status {child.process.returncode}; its log: {child.log}")
-        time.sleep(_WATCH_S)
+    told: set[str] = set()
+    try:
+        while router.running:
+            _tell_ended(cluster, told, say)
+            time.sleep(_WATCH_S)
+    except KeyboardInterrupt:
+        _tell_ended(cluster, told, say)  # who died since the last look did not die of this Ctrl-C
+        raise
     raise ClusterError(f"the router died; log {router.log} ends:\n{router.log_end()}")
+
+
+def _tell_ended(cluster: Cluster, told: set[str], say: Say) -> None:
+    for child in cluster.children:
+        if not child.running and child.name not in told:
+            told.add(child.name)
+            say(f"{child.name} has ended with status {child.process.returncode}; its log: {child.log}")

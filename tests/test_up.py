@@ -197,6 +197,26 @@ def test_without_its_router_a_cluster_ends(tmp_path: Path) -> None:
     assert len(said) == 1
 
 
+def test_an_end_that_no_look_has_seen_is_told_at_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    with Cluster(tmp_path) as cluster:
+        for name in ("prefill-0", "router"):
+            sleeping = (sys.executable, "-c", "import time; time.sleep(60)")
+            cluster.start(name, Launch(sleeping, {}, "/health"), "http://127.0.0.1:1")
+        prefill, router = cluster.children
+
+        def dies_between_two_looks(seconds: float) -> None:
+            prefill.process.kill()
+            prefill.process.wait(10)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(up.time, "sleep", dies_between_two_looks)
+        with pytest.raises(KeyboardInterrupt):
+            up._watch(cluster, router, said.append)
+        monkeypatch.undo()
+    assert [line.split(";")[0] for line in said] == ["prefill-0 has ended with status -9"]
+
+
 def test_what_stands_behind_the_dashes_goes_to_the_engines() -> None:
     given = cli._parser(()).parse_args(["up", "--decode", "2", "--", "--max-model-len", "64"])
     assert (given.decode, given.arguments) == (2, ["--max-model-len", "64"])
