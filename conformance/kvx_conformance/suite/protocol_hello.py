@@ -320,9 +320,10 @@ def misplaced(context: Context) -> None:
     line.say(line.hello(2))
     line.hear(Hello)
     context.check(line.info is not None, "misplaced steps have ended the handshake")
-    line.say(line.hello(4))
+    # Before the handshake's last step: a peer that has been granted blocks would have to say Stopped.
     facing.abort()
     encounter.fails(facing.transfer, Reason.ABORTED)
+    line.say(line.hello(4))
     encounter.over()
 
 
