@@ -9,6 +9,7 @@ import logging
 import sys
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 from attrs import asdict
@@ -21,6 +22,8 @@ from kvx.core.errors import ConfigError, KvxError, PluginError, RemoteProtocolEr
 from kvx.core.model import Mode
 from kvx.dialect import CompletionsDialect
 from kvx.operator import ask
+from kvx.router.metrics import render
+from kvx.traffic import families
 
 COMMANDS = "kvx.commands"
 """Entry-point group of further commands: callables `(argv: list[str]) -> int`."""
@@ -99,6 +102,7 @@ def _parser(further: Sequence[str]) -> argparse.ArgumentParser:
         one.set_defaults(verb=verb)
     release.add_argument("ticket", metavar="TICKET", help="the text under kvx.ticket in a prefill answer")
     release.set_defaults(verb="release")
+    status.add_argument("--metrics", action="store_true", help="print what its transports did, as Prometheus reads it")
     drain.add_argument(
         "--grace-s", type=_seconds, default=60.0, metavar="S", help="open transfers may run for S seconds (default 60)"
     )
@@ -139,6 +143,9 @@ def _parser(further: Sequence[str]) -> argparse.ArgumentParser:
         "--decode", action="append", default=[], metavar="URL", help="a decode instance, as often as there are any"
     )
     router.add_argument(
+        "--pools", metavar="FILE", help="a TOML file with both lists instead, followed while the router runs"
+    )
+    router.add_argument(
         "--mode",
         choices=("push", "pull", "auto"),
         default="auto",
@@ -156,6 +163,7 @@ def _parser(further: Sequence[str]) -> argparse.ArgumentParser:
         ("--idle-s", 600.0, "for the next piece of a decode instance's answer; one that is not streamed is one piece"),
         ("--queue-s", 60.0, "for a request that waits for room"),
         ("--stall-s", 2.0, "for a prefilled prompt that waits for a decode instance: then no further one is prefilled"),
+        ("--drain-s", 20.0, "for open requests when the router is told to stop"),
     ):
         router.add_argument(
             option, type=_seconds, default=default, metavar="S", help=f"limit {text} (default {default:g})"
@@ -299,6 +307,8 @@ def _operate(arguments: argparse.Namespace) -> int:
     reason = answer.reason.value if answer.reason else ""
     outcome = {"ok": answer.ok, "reason": reason, "detail": answer.detail, "body": body}
     text = json.dumps(body, indent=2) if body else answer.detail or reason or "done"
+    if answer.ok and arguments.verb == "status" and arguments.metrics:
+        text = render(families(address, body)).rstrip()
     _emit(arguments, arguments.verb, {"outcome": outcome}, [text])
     return 0 if answer.ok else 1
 
@@ -342,7 +352,10 @@ def _router(arguments: argparse.Namespace) -> int:
     found = plugins.load()
     mode = _mode(arguments.mode)
     key = settings.check_exposure(arguments.host, arguments.api_key_file, insecure=arguments.insecure)
-    prefill, decode = settings.instances(arguments.prefill, arguments.decode, mode)
+    file = settings.PoolFile(Path(arguments.pools)) if arguments.pools else None
+    if file is not None and (arguments.prefill or arguments.decode):
+        raise ConfigError("--pools names all instances: give either it or --prefill and --decode")
+    prefill, decode = file.read(mode) if file else settings.instances(arguments.prefill, arguments.decode, mode)
     driver = found.driver(arguments.engine) if arguments.engine else None
     ready = settings.Settings(
         prefill=prefill,
@@ -362,6 +375,8 @@ def _router(arguments: argparse.Namespace) -> int:
         host=arguments.host,
         port=arguments.port,
         api_key=key,
+        drain_s=arguments.drain_s,
+        pool_file=file,
     )
     if arguments.verbose:
         logging.getLogger("kvx.router").setLevel(logging.INFO)

@@ -61,7 +61,7 @@ def open_instance(options: Options, layout: Layout, regions: Sequence[Region], *
     control = ControlChannel(own.listen, handshake_s=options.handshake_s, clock=_clock, loopback_only=_closed(options))
     transports: dict[str, Transport] = {}
     try:
-        _open_transports(transports, options, loaded, regions, rank)
+        left_out = _open_transports(transports, options, loaded, regions, rank)
         info = _describe(options, layout, control, epoch, tuple(transports))
         metadata = {name: transport.metadata() for name, transport in transports.items()}
         event_log = EventLog(options.event_log, str(info.peer)) if options.event_log else None
@@ -103,6 +103,7 @@ def open_instance(options: Options, layout: Layout, regions: Sequence[Region], *
         transports,
         Memory(regions),
         choose=choose,
+        left_out=left_out,
         observe=observe,
         clock=_clock,
     )
@@ -111,8 +112,9 @@ def open_instance(options: Options, layout: Layout, regions: Sequence[Region], *
 
 def _open_transports(
     into: dict[str, Transport], options: Options, loaded: plugins.Plugins, regions: Sequence[Region], rank: int
-) -> None:
-    """Make the transports that work here. Raises what the last one raises if none does."""
+) -> dict[str, str]:
+    """Make the transports that work here, and tell why others do not. Raises what the last one raises if none does."""
+    left_out = {}
     for name in options.transports:
         try:
             into[name] = loaded.make_transport(name, options.transport_section(name, rank))
@@ -123,7 +125,9 @@ def _open_transports(
                 failed.close()
             if not into and name == options.transports[-1]:
                 raise
+            left_out[name] = str(error)
             _log.warning("transport %r is left out: %s", name, error)
+    return left_out
 
 
 def weakest(capabilities: Sequence[Capabilities]) -> Capabilities:

@@ -37,6 +37,7 @@ from kvx.core.events import (
     Forbid,
     Forbidden,
     Introduce,
+    OpDone,
     OpFailed,
     Permit,
     Post,
@@ -46,6 +47,7 @@ from kvx.core.events import (
 )
 from kvx.core.model import InstanceInfo, News, Outcome, Peer, Reason, Released
 from kvx.memory import Memory
+from kvx.traffic import Traffic, table
 from kvx.transport import Access, Transport
 
 CLOSE_S = 2.0
@@ -58,7 +60,8 @@ class Runtime:
     """Runs the endpoint of one rank until `close`.
 
     `transports` are by name, in the operator's order; `choose` picks the one to a peer;
-    `observe` is told of every outcome, on this thread. Owns all of them and closes them.
+    `left_out` tells why others that the operator named do not work here; `observe` is told of
+    every outcome, on this thread. Owns all of them and closes them.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class Runtime:
         memory: Memory,
         *,
         choose: Callable[[InstanceInfo], str],
+        left_out: Mapping[str, str] | None = None,
         observe: Callable[[Outcome], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -77,10 +81,12 @@ class Runtime:
         self._transports = transports
         self._memory = memory
         self._choose = choose
+        self._left_out = left_out or {}
         self._observe = observe
         self._clock = clock
         self._inbox: deque[Sequence[EngineEvent]] = deque()
         self._news: deque[News] = deque()
+        self._traffic = {name: Traffic() for name in transports}
         self._peer_transport: dict[Peer, str] = {}
         self._common: dict[Peer, list[str]] = {}
         self._op_transport: dict[int, str] = {}
@@ -96,10 +102,9 @@ class Runtime:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.wakeups = 0
         """Times that the thread has left its wait."""
-        self.fallbacks = 0
-        """Times that a transport could not serve a peer and the next common one took its place."""
         self.errors = 0
         """Events that ended in an exception; each is logged."""
+        endpoint.status = self.snapshot
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wake, selectors.EVENT_READ)
         self._selector.register(control.fileno(), selectors.EVENT_READ)
@@ -137,9 +142,16 @@ class Runtime:
         return taken
 
     def snapshot(self) -> dict[str, object]:
-        """The endpoint's counters and the shell's own."""
-        own = {"wakeups": self.wakeups, "errors": self.errors, "fallbacks": self.fallbacks}
-        return {**self._endpoint.snapshot(), **own, "control": dict(self._control.stats)}
+        """The endpoint's counters and the shell's own; `kvx status` answers with them."""
+        routes = {str(peer): name for peer, name in list(self._peer_transport.items())}
+        return {
+            **self._endpoint.snapshot(),
+            "wakeups": self.wakeups,
+            "errors": self.errors,
+            "fallbacks": sum(traffic.fallbacks for traffic in self._traffic.values()),
+            "transports": table(self._traffic, routes, self._left_out),
+            "control": dict(self._control.stats),
+        }
 
     def close(self) -> None:
         """Abort what is open, tell the peers, stop the thread. Bounded by about `CLOSE_S`."""
@@ -222,8 +234,7 @@ class Runtime:
                 elif isinstance(completion, Fenced):
                     self._fenced(completion)
                 elif not (isinstance(completion, OpFailed) and self._falls_back(completion)):
-                    self._op_transport.pop(getattr(completion, "op_id", 0), None)
-                    self._op_post.pop(getattr(completion, "op_id", 0), None)
+                    self._ended(completion)
                     self._handle(completion)
         self._perform(self._endpoint.expire(self._clock()))
 
@@ -284,22 +295,33 @@ class Runtime:
             # The endpoint fails each transfer with this peer as it plans it; nothing is ever posted.
             _log.error("no transport to %s: %s", peer, mismatch)
             return
-        reached = []
+        reached, why = [], {}
         for common in [name for name in self._transports if name in action.metadata]:
             try:
                 self._transports[common].connect(action.info, action.metadata[common])
                 reached.append(common)
             except TransportError as error:
+                why[common] = str(error)
                 _log.error("transport %r cannot reach %s: %s", common, peer, error)
         self._common[peer] = sorted(reached or [first], key=lambda name: name != first)
         self._peer_transport[peer] = self._common[peer][0]
         if self._peer_transport[peer] != first:
-            self._fallen_back(peer, first, "it cannot reach it")
+            self._fallen_back(peer, first, why.get(first, "the peer has told nothing of it"))
 
     def _post(self, action: Post) -> None:
         name = self._op_transport[action.op_id] = self._peer_transport[action.peer]
         self._op_post[action.op_id] = action
         self._transports[name].post(action.op_id, action.peer, action.op, action.local, action.remote, action.stamp)
+
+    def _ended(self, completion: OpDone | OpFailed) -> None:
+        self._op_post.pop(completion.op_id, None)
+        name = self._op_transport.pop(completion.op_id, None)
+        if name is None:
+            return
+        if isinstance(completion, OpDone):
+            self._traffic[name].moved(completion.nbytes)
+        else:
+            self._traffic[name].failed += 1
 
     def _falls_back(self, failed: OpFailed) -> bool:
         """Post the operation again with the next common transport; OpFailed has said that nothing of it can land."""
@@ -310,6 +332,7 @@ class Runtime:
         behind = names[names.index(name) + 1 :] if name in names else []
         if not behind:
             return False
+        self._traffic[name].failed += 1
         if self._peer_transport[action.peer] == name:
             self._peer_transport[action.peer] = behind[0]
             self._fallen_back(action.peer, name, failed.detail)
@@ -317,7 +340,7 @@ class Runtime:
         return True
 
     def _fallen_back(self, peer: Peer, name: str, why: str) -> None:
-        self.fallbacks += 1
+        self._traffic[name].fell_back(str(peer), why)
         _log.warning("transport %r does not serve %s (%s): %r does", name, peer, why, self._peer_transport[peer])
 
     def _forbid(self, transfer: str) -> None:

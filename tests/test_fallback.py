@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import socket
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvx import cli
 from kvx.config import Options
 from kvx.core.errors import PluginError, TransportError
 from kvx.core.model import (
@@ -32,6 +34,7 @@ from kvx.core.model import (
 )
 from kvx.engine import EngineInstance, Expose, Stage
 from kvx.instance import open_instance, weakest
+from kvx.operator import ask
 
 LAYOUT = Layout("toy", "u8", "test", (CacheGroup(0, "full", 32, (LayerSpec("l", 0, 0, 64, 64),), 1, 1),), 8)
 MODULE = """
@@ -93,6 +96,17 @@ class Side:
         region = Region(0, self.memory.ctypes.data, self.memory.nbytes)
         self.instance: EngineInstance = open_instance(self.options, LAYOUT, [region], epoch=secrets.randbits(63))
 
+    @property
+    def address(self) -> str:
+        return self.options.advertise
+
+    def transports(self) -> dict[str, dict[str, Any]]:
+        """What `kvx status` says of each of them."""
+        body: dict[str, Any] = json.loads(ask(self.address, "status", secret=b"", timeout_s=20).body)
+        assert body["transports"] == self.instance.snapshot()["transports"]
+        told: dict[str, dict[str, Any]] = body["transports"]
+        return told
+
     def outcome(self) -> Outcome:
         until = time.monotonic() + 20
         while time.monotonic() < until:
@@ -106,8 +120,7 @@ class Side:
 def push(producer: Side, consumer: Side, transfer: str) -> tuple[Outcome, Outcome]:
     """One block from here to there; the outcomes of both."""
     producer.memory[64:128] = len(transfer)
-    address = producer.options.advertise
-    consumer.instance.put([Expose(transfer, Mode.PUSH, BlockTable.of([2]), (0,), 32, 30.0, address)])
+    consumer.instance.put([Expose(transfer, Mode.PUSH, BlockTable.of([2]), (0,), 32, 30.0, producer.address)])
     producer.instance.put([Stage(transfer, Mode.PUSH, Part(None, (0,), BlockTable.of([1])), True, 32)])
     outcomes = producer.outcome(), consumer.outcome()
     if outcomes[1].ok:
@@ -130,6 +143,9 @@ def test_what_does_not_load_is_left_out_with_a_line(sides: list[Side], caplog: p
         assert f"transport '{name}' is left out" in caplog.text
     ok = push(sides[0], sides[1], "t")
     assert ok[0].ok and ok[1].ok
+    told = sides[0].transports()
+    assert told["kvx_failing:NoMemory"] == {"left_out": "no memory can be registered here"}
+    assert (told["tcp"]["bytes"], told["tcp"]["peers"]) == (64, [str(sides[1].instance.info.peer)])
 
 
 def test_the_last_one_has_to_load() -> None:
@@ -150,6 +166,41 @@ def test_tcp_moves_what_the_first_choice_cannot(
     assert failing.NoPeer.posts == posts, "the peer is not tried again before the next handshake"
     assert sides[0].instance.snapshot()["fallbacks"] == 1
     assert f"transport '{name}' does not serve" in caplog.text
+    peer, why = str(sides[1].instance.info.peer), "it has no address" if posts == 0 else "nothing was posted"
+    assert sides[0].transports() == {
+        name: {
+            "bytes": 0,
+            "operations": 0,
+            "failed": posts,
+            "fallbacks": 1,
+            "last_fallback": f"{peer}: {why}",
+            "peers": [],
+        },
+        "tcp": {"bytes": 192, "operations": 3, "failed": 0, "fallbacks": 0, "last_fallback": "", "peers": [peer]},
+    }
+    # The consumer started nothing: what the producer did is not counted twice.
+    assert [one["bytes"] for one in sides[1].transports().values()] == [0, 0]
+
+
+def test_metrics_tell_what_each_transport_did(sides: list[Side], capsys: pytest.CaptureFixture[str]) -> None:
+    sides += [Side(["kvx_nowhere:factory", "kvx_failing:NoPeer", "tcp"]), Side(["kvx_failing:NoPeer", "tcp"])]
+    push(sides[0], sides[1], "t")
+    assert cli.main(["status", sides[0].address, "--metrics"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for name, transport, value in (
+        ("bytes_total", "kvx_failing:NoPeer", 0),
+        ("bytes_total", "tcp", 64),
+        ("operations_total", "tcp", 1),
+        ("failed_total", "kvx_failing:NoPeer", 1),
+        ("fallbacks_total", "kvx_failing:NoPeer", 1),
+        ("fallbacks_total", "tcp", 0),
+        ("peers", "kvx_failing:NoPeer", 0),
+        ("peers", "tcp", 1),
+        ("left_out", "kvx_nowhere:factory", 1),
+        ("left_out", "tcp", 0),
+    ):
+        assert f'kvx_transport_{name}{{rank="{sides[0].address}",transport="{transport}"}} {value}' in lines
+    assert "# TYPE kvx_transport_fallbacks_total counter" in lines
 
 
 def test_without_another_one_the_transfer_fails(sides: list[Side]) -> None:

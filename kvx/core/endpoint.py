@@ -82,6 +82,8 @@ class Endpoint:
         self._engine = EngineCalls(info, self._transfers, self._contacts, capabilities)
         self._messages = PeerMessages(self.peers, self._transfers, self._contacts)
         self._drained_at: float | None = None
+        self.status: Callable[[], dict[str, object]] = self.snapshot
+        """What the command `status` is answered with; a shell that knows more puts its own here."""
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Take one event. Raises LocalProtocolError if the engine or the transport broke a rule."""
@@ -192,7 +194,7 @@ class Endpoint:
     def _obey(self, command: Command, now: float) -> tuple[bool, str, str]:
         match command.verb:
             case "status":
-                return True, "", msgspec.json.encode(self.snapshot()).decode()
+                return True, "", msgspec.json.encode(self.status()).decode()
             case "drain":
                 try:
                     grace = max(0.0, float(command.argument or "0"))
