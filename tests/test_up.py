@@ -22,7 +22,8 @@ import pytest
 from attrs import frozen
 
 from kvx import cli, up
-from kvx.cluster import Cluster, ClusterError, free_ports, group_members
+from kvx.cluster import Cluster, ClusterError, free_ports, group_members, wait_stopped
+from kvx.dialect import CompletionsDialect
 from kvx.driver import Launch
 from kvx.plugins import Plugins
 
@@ -57,6 +58,12 @@ def get(url: str) -> dict[str, Any]:
         connection.request("GET", parts.path)
         told: dict[str, Any] = json.loads(connection.getresponse().read())
         return told
+
+
+def is_loading(url: str, model: str) -> bool:
+    """Whether a transfer is open at this engine server."""
+    _, answer = post(url, CompletionsDialect().probe_request(model))
+    return bool(answer["kv_transfer_params"]["kvx"]["open"])
 
 
 def until(condition: Callable[[], object], limit_s: float) -> bool:
@@ -120,6 +127,7 @@ def test_a_cluster_serves_survives_a_kill_and_leaves_nothing(
 
     # The next request goes to the first pair. Its prefill server stands still, so it is in the middle of it.
     os.kill(running.pids["prefill-0"], signal.SIGSTOP)
+    wait_stopped(running.pids["prefill-0"])
     told: dict[str, Any] = {}
 
     def request() -> None:
@@ -130,7 +138,8 @@ def test_a_cluster_serves_survives_a_kill_and_leaves_nothing(
     client = threading.Thread(target=request)
     client.start()
     assert until(lambda: get(f"{running.router}/status")["prefill"][0]["open"] == 1, 20)
-    time.sleep(0.5)  # the decode server has offered its blocks
+    decoders = [url for name, url in running.urls.items() if name.startswith("decode")]
+    assert until(lambda: any(is_loading(url, running.model) for url in decoders), 20)  # one has offered its blocks
     killed = time.monotonic()
     os.kill(running.pids["prefill-0"], signal.SIGKILL)
     client.join(60)
@@ -185,14 +194,18 @@ def test_a_mistake_is_one_sentence(words: list[str], said: str, capsys: pytest.C
 
 def test_without_its_router_a_cluster_ends(tmp_path: Path) -> None:
     said: list[str] = []
+    told = tmp_path / "told"
+
+    def say(line: str) -> None:
+        said.append(line)
+        told.touch()
+
+    router = f"import os, time\nwhile not os.path.exists({str(told)!r}): time.sleep(0.01)\nexit('no port')"
     with Cluster(tmp_path) as cluster:
-        for name, code in (
-            ("prefill-0", "raise SystemExit(3)"),
-            ("router", "import time; time.sleep(2); exit('no port')"),
-        ):
+        for name, code in (("prefill-0", "raise SystemExit(3)"), ("router", router)):
             cluster.start(name, Launch((sys.executable, "-c", code), {}, "/health"), "http://127.0.0.1:1")
         with pytest.raises(ClusterError, match=r"(?s)the router died.*no port"):
-            up._watch(cluster, cluster.children[1], said.append)
+            up._watch(cluster, cluster.children[1], say)
     assert said[0].startswith("prefill-0 has ended with status 3")
     assert len(said) == 1
 
@@ -207,7 +220,7 @@ def test_an_end_that_no_look_has_seen_is_told_at_ctrl_c(tmp_path: Path, monkeypa
 
         def dies_between_two_looks(seconds: float) -> None:
             prefill.process.kill()
-            prefill.process.wait(10)
+            prefill.process.wait()  # without a limit, as one would sleep
             raise KeyboardInterrupt
 
         monkeypatch.setattr(up.time, "sleep", dies_between_two_looks)
@@ -300,7 +313,7 @@ def test_a_router_ends_on_a_signal_though_its_instances_are_mute(number: signal.
             return False
 
         try:
-            assert until(answers, 20)
+            assert until(answers, 30)
             process.send_signal(number)
             process.communicate(timeout=20)
         finally:
