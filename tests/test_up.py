@@ -171,8 +171,8 @@ def test_a_cluster_serves_survives_a_kill_and_leaves_nothing(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["router"], "at least one --prefill URL"),
-        (["router", "--prefill", "http://p"], "at least one --decode URL"),
+        (["router"], "at least one prefill URL"),
+        (["router", "--prefill", "http://p"], "at least one decode URL"),
         (["router", "--prefill", "p:8100", "--decode", "http://d"], "'p:8100' is not a URL such as"),
         (["router", "--prefill", "http://p=nowhere", "--decode", "http://d"], "'nowhere' is not HOST:PORT"),
         (["router", "--prefill", "http://p", "--prefill", "http://p/", "--decode", "http://d"], "have the same URL"),

@@ -6,6 +6,7 @@ import asyncio
 import hmac
 import json
 import logging
+import signal
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from typing import Any
@@ -16,8 +17,7 @@ from attrs import define, field
 from kvx.core.errors import ConfigError
 from kvx.router.dispatch import Dispatcher
 from kvx.router.exchange import Refused
-from kvx.router.line import Overloaded
-from kvx.router.metrics import CONTENT_TYPE, render
+from kvx.router.metrics import CONTENT_TYPE, Samples, render
 from kvx.router.policy import NoInstance
 from kvx.router.settings import Settings
 from kvx.router.upstream import PASSED_BACK, Answer, Failure, Reply, Upstream, kept
@@ -27,14 +27,25 @@ MAX_BODY = 64 << 20
 MODELS_S = 30.0
 """Longest wait for an instance's list of models."""
 SHUTDOWN_S = 2.0
-"""How long open requests may go on when the router is told to stop."""
+"""How long connections and errands may take to end when no request is open any more."""
+RETRY_AFTER_S = 1
+"""When a client that a stopping router has turned away may come again: another router answers then."""
 PATHS = ("/v1/completions", "/v1/chat/completions")
 _SENT_ON = ("Authorization", "X-Request-Id")
-_ENDS = ("ok", "failed", "disconnected", "broken_off")
+_ENDS = ("ok", "failed", "disconnected", "broken_off", "turned_away")
 _log = logging.getLogger(__name__)
 
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Stopping(Failure):
+    """The router has been told to stop."""
+
+    retry_after = RETRY_AFTER_S
+
+    def __init__(self, message: str) -> None:
+        super().__init__(503, "stopping", message)
 
 
 @define(eq=False)
@@ -43,8 +54,12 @@ class Router:
 
     settings: Settings
     counters: Counter[str] = field(factory=Counter)
+    stopping: bool = False
     dispatcher: Dispatcher = field(init=False)
     _upstream: Upstream = field(init=False)
+    _open: set[asyncio.Timeout] = field(factory=set)
+    """One for each open request: without a limit until the router is told to stop."""
+    _idle: asyncio.Event = field(factory=asyncio.Event)
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=MAX_BODY, middlewares=[self._guard])
@@ -64,6 +79,16 @@ class Router:
             yield
             await self.dispatcher.close(SHUTDOWN_S)
 
+    async def drain(self, limit_s: float) -> None:
+        """Take no new request; wait until none is open, and end those that still are after `limit_s` seconds."""
+        self.stopping = True
+        until = asyncio.get_running_loop().time() + limit_s
+        for limit in self._open:
+            limit.reschedule(until)
+        while self._open:
+            self._idle.clear()
+            await self._idle.wait()
+
     # ------------------------------------------------------------ handlers
 
     @web.middleware
@@ -79,19 +104,22 @@ class Router:
             return _error(Failure(error.status, "invalid_request_error", error.reason))
 
     async def _health(self, _: web.Request) -> web.Response:
-        """200 while a request can be served: an instance of each pool is up."""
-        pools = {"prefill": self.settings.prefill, "decode": self.settings.decode}
-        up = {name: sum(instance.up for instance in pool) for name, pool in pools.items()}
-        return web.json_response(up, status=200 if all(up.values()) else 503)
+        """200 while a request can be served: an instance of each pool serves, and the router is to go on."""
+        pools = {"prefill": self.dispatcher.pools.prefill, "decode": self.dispatcher.pools.decode}
+        serving = {name: sum(instance.serves for instance in pool) for name, pool in pools.items()}
+        return web.json_response(serving, status=200 if all(serving.values()) and not self.stopping else 503)
 
     async def _status(self, _: web.Request) -> web.Response:
-        settings, dispatcher = self.settings, self.dispatcher
+        settings, dispatcher, pools = self.settings, self.dispatcher, self.dispatcher.pools
+        file = settings.pool_file
         return web.json_response(
             {
                 "schema": "kvx.router/1",
                 "mode": settings.mode.value if settings.mode else "auto",
-                "prefill": [instance.status() for instance in settings.prefill],
-                "decode": [instance.status() for instance in settings.decode],
+                "stopping": self.stopping,
+                "prefill": [instance.status() for instance in pools.prefill],
+                "decode": [instance.status() for instance in pools.decode],
+                "pool_file": {"path": str(file.path), "error": pools.error} if file else None,
                 "waiting": {"entry": len(dispatcher.entry), "prefilled": len(dispatcher.prefilled)},
                 "modes": [
                     {"mode": mode.value, "reason": reason.value, "requests": count}
@@ -102,8 +130,9 @@ class Router:
         )
 
     async def _metrics(self, _: web.Request) -> web.Response:
-        settings, dispatcher = self.settings, self.dispatcher
-        pools = {"prefill": settings.prefill, "decode": settings.decode}
+        dispatcher = self.dispatcher
+        pools = {"prefill": dispatcher.pools.prefill, "decode": dispatcher.pools.decode}
+        followed: Samples = [({}, not dispatcher.pools.error)] if self.settings.pool_file else []
         each = [({"pool": pool, "instance": one.url}, one) for pool, ones in pools.items() for one in ones]
         chosen = [({"mode": mode.value, "reason": reason.value}, n) for (mode, reason), n in dispatcher.modes.items()]
         ends = [({"outcome": end}, self.counters[end]) for end in _ENDS]
@@ -120,21 +149,28 @@ class Router:
                     [({"line": name}, len(line)) for name, line in lines.items()],
                 ),
                 ("kvx_router_open_legs", "gauge", "Open legs.", [(labels, one.open) for labels, one in each]),
-                ("kvx_router_instance_up", "gauge", "1: it serves.", [(labels, one.up) for labels, one in each]),
+                ("kvx_router_instance_up", "gauge", "1: it answers.", [(labels, one.up) for labels, one in each]),
+                (
+                    "kvx_router_instance_draining",
+                    "gauge",
+                    "1: it finishes what it has and gets nothing new.",
+                    [(labels, one.draining) for labels, one in each],
+                ),
                 (
                     "kvx_router_instance_resting",
                     "gauge",
                     "1: it has failed lately and serves only where nobody else can.",
                     [(labels, one.resting) for labels, one in each],
                 ),
+                ("kvx_router_pool_file_ok", "gauge", "0: the pools are not what the pool file says.", followed),
             ]
         )
         return web.Response(body=text.encode(), headers={"Content-Type": CONTENT_TYPE})
 
     async def _models(self, request: web.Request) -> web.Response:
         headers = self._headers(request.headers)
-        for instance in self.settings.decode:
-            if instance.up:
+        for instance in self.dispatcher.pools.decode:
+            if instance.serves:
                 try:
                     answer = await self._upstream.ask(instance.url, "/v1/models", None, headers, limit_s=MODELS_S)
                     return _passed(answer)
@@ -144,32 +180,51 @@ class Router:
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         self.counters["requests"] += 1
+        if self.stopping:
+            self.counters["turned_away"] += 1
+            return _error(Stopping("this router is about to stop: it takes no new requests"))
+        limit = asyncio.timeout(None)
+        self._open.add(limit)
         try:
-            answer = await self._serve(request)
+            answer, whole = await self._serve(request, limit)
         except (asyncio.CancelledError, ConnectionError):  # of the client's connection
             self.counters["disconnected"] += 1
             raise
-        self.counters["ok" if answer.status == 200 else "failed"] += 1
+        finally:
+            self._open.discard(limit)
+            self._idle.set()
+        self.counters["broken_off" if not whole else "ok" if answer.status == 200 else "failed"] += 1
         return answer
 
-    async def _serve(self, request: web.Request) -> web.StreamResponse:
+    async def _serve(self, request: web.Request, limit: asyncio.Timeout) -> tuple[web.StreamResponse, bool]:
+        """The answer, and whether the client has got all of it."""
         answer = web.StreamResponse()
+        whole = True
 
         async def pass_on(reply: Reply) -> bool:
             answer.set_status(reply.status)
             answer.headers.update(kept(reply.response.headers, PASSED_BACK))
-            return await self._pass_on(request, reply, answer)
+            nonlocal whole
+            whole = await self._pass_on(request, reply, answer)
+            return whole
 
         try:
-            body = await _read(request, self.settings.limits.idle_s)
-            await self.dispatcher.serve(request.path, body, self._headers(request.headers), pass_on)
+            async with limit:
+                body = await _read(request, self.settings.limits.idle_s)
+                await self.dispatcher.serve(request.path, body, self._headers(request.headers), pass_on)
         except Refused as error:
-            return _passed(error.answer)
+            return _passed(error.answer), True
         except NoInstance as error:
-            return _error(Failure(503, "no_instance", str(error)))
+            return _error(Failure(503, "no_instance", str(error))), True
         except Failure as error:
-            return _error(error)
-        return answer
+            return _error(error), True
+        except TimeoutError:
+            stopped = Stopping(f"this router stops, and the request was not over in {self.settings.drain_s:g} s")
+            if not answer.prepared:
+                return _error(stopped), True
+            await _break_off(request, answer, stopped)
+            return answer, False
+        return answer, whole
 
     async def _pass_on(self, request: web.Request, reply: Reply, answer: web.StreamResponse) -> bool:
         """Each piece goes out before the next one is waited for; nothing does before there is a first one."""
@@ -181,23 +236,16 @@ class Router:
             self.dispatcher.failed(reply.instance, error)
             raise
         await answer.prepare(request)
-        whole = True
         try:
             while piece is not None:
                 await _within(self.settings.limits.idle_s, answer.write(piece))
                 piece = await anext(pieces, None)
         except Failure as error:
-            # The status is out already: a stream can still say why it ends, anything else can only break off.
-            whole = False
             self.dispatcher.failed(reply.instance, error)
-            self.counters["broken_off"] += 1
-            if answer.content_type != "text/event-stream":
-                if request.transport is not None:
-                    request.transport.abort()
-                return False
-            await answer.write(b"data: " + json.dumps(_told(error)).encode() + b"\n\n")
+            await _break_off(request, answer, error)
+            return False
         await answer.write_eof()
-        return whole
+        return True
 
     def _headers(self, given: Mapping[str, str]) -> dict[str, str]:
         """The headers of a leg: the client's, and the router's own key where it has one."""
@@ -216,6 +264,15 @@ async def _read(request: web.Request, limit_s: float) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise Failure(400, "invalid_request_error", "the body is not a JSON object")
     return body
+
+
+async def _break_off(request: web.Request, answer: web.StreamResponse, error: Failure) -> None:
+    """The status is out already: a stream can still say why it ends, anything else can only break off."""
+    if answer.content_type == "text/event-stream":
+        await _within(SHUTDOWN_S, answer.write(b"data: " + json.dumps(_told(error)).encode() + b"\n\n"))
+        await answer.write_eof()
+    elif request.transport is not None:
+        request.transport.abort()
 
 
 async def _within(limit_s: float, work: Coroutine[Any, Any, None]) -> None:
@@ -237,22 +294,44 @@ def _told(error: Failure) -> dict[str, Any]:
 
 
 def _error(error: Failure) -> web.Response:
-    headers = {"Retry-After": str(error.retry_after)} if isinstance(error, Overloaded) else {}
+    headers = {"Retry-After": str(error.retry_after)} if error.retry_after else {}
     return web.json_response(_told(error), status=error.status, headers=headers)
 
 
 def serve(settings: Settings) -> None:
-    """Serve until SIGINT or SIGTERM. Raises ConfigError where the address cannot be listened on."""
-    app = Router(settings).app()
+    """Serve until SIGINT or SIGTERM, and then until no request is open; a second signal waits for none of them.
+
+    Raises ConfigError where the address cannot be listened on.
+    """
+    asyncio.run(_serve(Router(settings)))
+
+
+async def _serve(router: Router) -> None:
+    settings = router.settings
+    runner = web.AppRunner(router.app(), handler_cancellation=True, shutdown_timeout=SHUTDOWN_S, access_log=None)
+    await runner.setup()
     try:
-        web.run_app(
-            app,
-            host=settings.host,
-            port=settings.port,
-            handler_cancellation=True,
-            shutdown_timeout=SHUTDOWN_S,
-            access_log=None,
-            print=None,
-        )
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {settings.host} port {settings.port}: {error.strerror}") from error
+        try:
+            await web.TCPSite(runner, settings.host, settings.port).start()
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {settings.host} port {settings.port}: {error.strerror}") from error
+        await _told_to_stop(router)
+    finally:
+        await runner.cleanup()
+
+
+async def _told_to_stop(router: Router) -> None:
+    """Return when no request is open after a first signal, or at a second one."""
+    loop, told, again = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+
+    def tell() -> None:
+        (again if told.is_set() else told).set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, tell)
+    await told.wait()
+    _log.warning("told to stop: open requests have %g s", router.settings.drain_s)
+    ends = [asyncio.create_task(router.drain(router.settings.drain_s)), asyncio.create_task(again.wait())]
+    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    for task in ends:
+        task.cancel()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
@@ -17,7 +16,8 @@ from kvx.router.exchange import Attempt, Exchange, Refused
 from kvx.router.homes import Homes, Prompt, read_prompt
 from kvx.router.line import Line, Overloaded
 from kvx.router.policy import Busy, Decision, NoInstance, Reason, View, decide, late, late_gain
-from kvx.router.pool import Instance, Seat
+from kvx.router.pool import Lookout, Seat
+from kvx.router.pools import Pools
 from kvx.router.settings import Settings
 from kvx.router.upstream import Failure, Lost, Reply, TooSlow, Unreachable, Upstream
 
@@ -37,6 +37,7 @@ class Dispatcher:
     upstream: Upstream
     counters: Counter[str]
     modes: Counter[tuple[Mode, Reason]] = field(factory=Counter)
+    pools: Pools = field(init=False)
     errands: Errands = field(init=False)
     entry: Line = field(init=False)
     """Requests that no instance has seen."""
@@ -45,30 +46,22 @@ class Dispatcher:
     _homes: Homes = field(factory=Homes)
     _late_gain: float = 0.0
     _turn: int = 0
-    _watches: list[asyncio.Task[None]] = field(factory=list)
 
     def __attrs_post_init__(self) -> None:
         flow = self.settings.flow
+        self.pools = Pools(self.settings)
         self.errands = Errands(self.settings.options, self.counters)
         self.entry = Line(flow.queue, flow.queue_s)
         self.prefilled = Line(1 << 30, flow.queue_s)  # bounded by the room at the prefill instances
 
-    @property
-    def instances(self) -> list[Instance]:
-        return [*self.settings.prefill, *self.settings.decode]
-
     def watch(self, headers: Mapping[str, str]) -> None:
         """Look after every instance, in tasks of their own."""
-        self._watches += [
-            asyncio.create_task(one.watch(self.upstream, self.settings.dialect, headers, self.wake))
-            for one in self.instances
-        ]
+        dialect, drains = self.settings.dialect, self.errands.drains
+        self.pools.open(Lookout(self.upstream, dialect, headers, drains, self.wake))
 
     async def close(self, limit_s: float) -> None:
-        for task in self._watches:
-            task.cancel()
         await self.errands.end(limit_s)
-        await asyncio.gather(*self._watches, return_exceptions=True)
+        await self.pools.close()
 
     def wake(self) -> None:
         """There may be room now."""
@@ -135,10 +128,10 @@ class Dispatcher:
             raise
 
     def _view(self, request: RequestInfo, prompt: Prompt, turn: int, tried: frozenset[str]) -> View:
-        settings = self.settings
+        settings, pools = self.settings, self.pools
         return View(
-            prefill=[one.candidate() for one in settings.prefill],
-            decode=[one.candidate() for one in settings.decode],
+            prefill=[one.candidate() for one in pools.prefill],
+            decode=[one.candidate() for one in pools.decode],
             request=request,
             mode=settings.mode,
             modes=settings.modes,
@@ -152,10 +145,7 @@ class Dispatcher:
         )
 
     def _seat(self, url: str) -> Seat:
-        return self._at(url).take(self.wake)
-
-    def _at(self, url: str) -> Instance:
-        return next(one for one in self.instances if one.url == url)
+        return next(one for one in self.pools.instances if one.url == url).take(self.wake)
 
     # ------------------------------------------------------------ what an exchange asks and tells
 
@@ -173,17 +163,19 @@ class Dispatcher:
 
     def prefill_ended(self, decision: Decision) -> None:
         """Learn what a choice would gain that is made only now."""
-        decode = [one.candidate() for one in self.settings.decode]
+        decode = [one.candidate() for one in self.pools.decode]
         own = 1 if decision.mode is Mode.PUSH else 0
         gain = late_gain(decode, decision.decode.url, own)
         self._late_gain += (gain - self._late_gain) * _WEIGHT
 
     def failed(self, url: str, error: Failure) -> None:
         _log.warning("%s", error)
-        self._at(url).failed(str(error), down=isinstance(error, Unreachable | Lost))
+        if (instance := self.pools.find(url)) is not None:
+            instance.failed(str(error), down=isinstance(error, Unreachable | Lost))
 
     def worked(self, url: str) -> None:
-        self._at(url).worked()
+        if (instance := self.pools.find(url)) is not None:
+            instance.worked()
 
 
 def _is_worth_another(error: Failure | Refused) -> bool:

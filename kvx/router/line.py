@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Overloaded(Failure):
-    """There is no room, or none came in time. `retry_after` is in seconds."""
+    """There is no room, or none came in time."""
 
     def __init__(self, message: str, retry_after: float) -> None:
         super().__init__(503, "overloaded", message)

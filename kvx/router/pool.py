@@ -1,12 +1,12 @@
-"""The instances behind the router: who is up, and where a prefill instance's control channel listens."""
+"""The instances behind the router: who is up, who drains, and where their control channels listen."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from attrs import define, field
+from attrs import define, field, frozen
 
 from kvx.core.errors import KvxError, RemoteProtocolError
 from kvx.driver import Dialect, Probe
@@ -23,6 +23,17 @@ FAILURES = 3
 """So many failed legs in a row, and an instance rests although it answers when it is looked at."""
 REST_S = 10.0
 """How long it then serves only where nobody else can, before it is looked at again."""
+
+
+@frozen
+class Lookout:
+    """What a look at any instance needs. `drains` asks at a control address; None: there was no answer."""
+
+    upstream: Upstream
+    dialect: Dialect
+    headers: Mapping[str, str]
+    drains: Callable[[str], Awaitable[bool | None]]
+    changed: Callable[[], None]
 
 
 @define(eq=False)
@@ -44,16 +55,17 @@ class Seat:
 class Instance:
     """One instance, watched by a task of its own (`watch`).
 
-    Where `probing` is set, a request of one token asks for its control address; else `/health` is asked, and where
-    it is `curious` such a request asks for its free blocks, which it need not know.
+    Where `probing` is set, a request of one token asks for its control address, without which it cannot serve; else
+    `/health` is asked, and such a request asks for what it may or may not say: its control address and free blocks.
     """
 
     url: str
     address: str | None = None
     """HOST:PORT of its control channel, from the operator or from its probe."""
     probing: bool = False
-    curious: bool = False
     up: bool = False
+    draining: bool = False
+    """It finishes what it has and gets nothing new: an operator has said so to its control channel."""
     note: str = "not asked yet"
     probe: Probe | None = None
     requests: int = 0
@@ -64,7 +76,18 @@ class Instance:
 
     def candidate(self) -> Candidate:
         free = self.probe.free_blocks if self.probe else None
-        return Candidate(self.url, self.up, self.address, self.note, self.open, free, self.resting)
+        note = "it is being drained" if self.draining else self.note
+        return Candidate(self.url, self.serves, self.address, note, self.open, free, self.resting)
+
+    @property
+    def serves(self) -> bool:
+        """Whether it takes requests."""
+        return self.up and not self.draining
+
+    def is_set_up_as(self, other: Instance) -> bool:
+        """Whether the operator has said the same of both. An address that a probe has told is not compared."""
+        same = self.url == other.url and self.probing == other.probing
+        return same and (self.probing or self.address == other.address)
 
     def take(self, freed: Callable[[], None]) -> Seat:
         """One leg more; `freed` is called when it is over."""
@@ -73,7 +96,7 @@ class Instance:
         return Seat(self, freed)
 
     def status(self) -> dict[str, Any]:
-        told: dict[str, Any] = {name: getattr(self, name) for name in ("url", "up", "note", "address")}
+        told: dict[str, Any] = {name: getattr(self, name) for name in ("url", "up", "draining", "note", "address")}
         if self.probe is not None:
             told |= {"instance": self.probe.instance, "epoch": self.probe.epoch}
         free = self.candidate().free
@@ -94,9 +117,7 @@ class Instance:
         self._failures = 0
         self.resting = False
 
-    async def watch(
-        self, upstream: Upstream, dialect: Dialect, headers: Mapping[str, str], changed: Callable[[], None]
-    ) -> None:
+    async def watch(self, lookout: Lookout) -> None:
         """Look again and again, until cancelled; `changed` is called after each look."""
         while True:
             self._doubt.clear()
@@ -104,37 +125,46 @@ class Instance:
             if rested:
                 await asyncio.sleep(REST_S)
             try:
-                await self._look(upstream, dialect, headers)
+                await self._look(lookout)
                 self.up = True
                 if rested:
                     self.worked()
             except TooSlow as error:  # busy is not gone, as long as it has answered before
                 self.note = str(error)
             except KvxError as error:
-                self.up, self.note = False, str(error)
-            changed()
+                self.up, self.note, self.draining = False, str(error), False  # who comes back is a new process
+            lookout.changed()
             try:
                 async with asyncio.timeout(LOOK_S if self.up else RETRY_S):
                     await self._doubt.wait()
             except TimeoutError:
                 continue
 
-    async def _look(self, upstream: Upstream, dialect: Dialect, headers: Mapping[str, str]) -> None:
-        if not self.probing:
-            answer = await upstream.ask(self.url, "/health", None, headers, limit_s=LOOK_LIMIT_S)
+    async def _look(self, lookout: Lookout) -> None:
+        if self.probing:
+            self._learn(await self._ask(lookout))
+        else:
+            answer = await lookout.upstream.ask(self.url, "/health", None, lookout.headers, limit_s=LOOK_LIMIT_S)
             if answer.status != 200:
                 raise Failure(502, "instance_unhealthy", f"/health says {answer.status}")
             self.note = ""
-            if self.curious:
+            if self.address is None:
                 self.up = True  # the probe may wait in the engine's queue
                 try:
-                    self.probe = await self._ask(upstream, dialect, headers)
+                    self.probe = await self._ask(lookout)
                 except KvxError:  # it serves all the same
                     self.probe = None
-            return
-        self._learn(await self._ask(upstream, dialect, headers))
+        if (control := self._control(lookout.dialect)) and (told := await lookout.drains(control)) is not None:
+            self.draining = told
 
-    async def _ask(self, upstream: Upstream, dialect: Dialect, headers: Mapping[str, str]) -> Probe:
+    def _control(self, dialect: Dialect) -> str | None:
+        """Where kvx itself listens; an address that the operator gave may be one of the engine's own."""
+        if self.probe is not None:
+            return next(iter(self.probe.addresses), None)
+        return self.address if dialect.can_withdraw else None
+
+    async def _ask(self, lookout: Lookout) -> Probe:
+        upstream, dialect, headers = lookout.upstream, lookout.dialect, lookout.headers
         models = await upstream.ask(self.url, "/v1/models", None, headers, limit_s=LOOK_LIMIT_S)
         body = dialect.probe_request(_first_model(models.json()))
         answer = await upstream.ask(self.url, "/v1/completions", body, headers, limit_s=LOOK_LIMIT_S)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -19,6 +20,11 @@ from kvx.router.upstream import Limits
 
 MIN_KEY = 16
 """Characters of an API key."""
+MAX_POOL_FILE = 1 << 20
+"""Bytes of a pool file."""
+
+Stamp = tuple[int, int, int]
+"""Changes whenever a file is written or replaced."""
 
 
 @frozen(kw_only=True)
@@ -35,11 +41,44 @@ class Flow:
     stall_s: float = 2.0
 
 
+@frozen
+class PoolFile:
+    """A TOML file with the keys `prefill` and `decode`, each a list of what the options of that name take."""
+
+    path: Path
+
+    def stamp(self) -> Stamp | None:
+        """None: it cannot be looked at."""
+        try:
+            stat = self.path.stat()
+        except OSError:
+            return None
+        return stat.st_mtime_ns, stat.st_size, stat.st_ino
+
+    def read(self, mode: Mode | None) -> tuple[list[Instance], list[Instance]]:
+        """Both pools. Raises ConfigError, whose text names the file."""
+        try:
+            with self.path.open("rb") as file:
+                data = file.read(MAX_POOL_FILE + 1)
+            if len(data) > MAX_POOL_FILE:
+                raise ConfigError(f"it has more than {MAX_POOL_FILE} bytes")
+            content = tomllib.loads(data.decode())
+            if unknown := sorted(content.keys() - {"prefill", "decode"}):
+                raise ConfigError(f"unknown key {unknown[0]!r}; known are prefill and decode")
+            texts = [content.get(name, []) for name in ("prefill", "decode")]
+            if not all(isinstance(pool, list) and all(isinstance(one, str) for one in pool) for pool in texts):
+                raise ConfigError("prefill and decode have to be lists of texts")
+            return instances(texts[0], texts[1], mode)
+        except (OSError, ValueError, RecursionError, ConfigError) as error:
+            raise ConfigError(f"pool file {self.path}: {error}") from error
+
+
 @frozen(kw_only=True)
 class Settings:
     """`mode` None: it may differ between requests, within `modes`, which are what the engines can do.
 
-    `api_key` is asked of clients and shown to instances.
+    `api_key` is asked of clients and shown to instances. Told to stop, the router gives open requests `drain_s`
+    seconds. `pool_file` is looked at again and again; without one the pools stay as they are.
     """
 
     prefill: Sequence[Instance]
@@ -54,6 +93,8 @@ class Settings:
     api_key: str = ""
     modes: frozenset[Mode] = frozenset(Mode)
     flow: Flow = Flow()
+    drain_s: float = 20.0
+    pool_file: PoolFile | None = None
 
 
 def instances(
@@ -66,15 +107,13 @@ def instances(
     pools = [Instance(*_split(text)) for text in prefill], [Instance(_url(text)) for text in decode]
     for name, pool in zip(("prefill", "decode"), pools, strict=True):
         if not pool:
-            raise ConfigError(f"the router needs at least one --{name} URL")
+            raise ConfigError(f"the router needs at least one {name} URL")
         if len({instance.url for instance in pool}) < len(pool):
-            raise ConfigError(f"two --{name} instances have the same URL")
+            raise ConfigError(f"two {name} instances have the same URL")
     if both := {instance.url for instance in pools[0]} & {instance.url for instance in pools[1]}:
         raise ConfigError(f"{min(both)} stands in both pools: the router would let an instance move blocks to itself")
     for instance in pools[0]:
         instance.probing = instance.address is None and mode is not Mode.PULL
-    for instance in pools[1]:
-        instance.curious = mode is None
     return pools
 
 

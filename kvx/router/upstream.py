@@ -23,8 +23,11 @@ PASSED_BACK = ("Content-Type", "X-Request-Id", "Retry-After")
 class Failure(KvxError):
     """Something that the router has to tell its client: HTTP status, type, and the text as message.
 
-    `instance` is the URL of the instance that has failed, empty where none has.
+    `instance` is the URL of the instance that has failed, empty where none has. `retry_after`: after so many seconds it
+    may be worth asking again, 0 where nobody can say.
     """
+
+    retry_after = 0
 
     def __init__(self, status: int, kind: str, message: str, instance: str = "") -> None:
         super().__init__(message)

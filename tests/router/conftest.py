@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -18,7 +19,7 @@ from kvx.core.model import Mode
 from kvx.dialect import CompletionsDialect
 from kvx.driver import Dialect, RequestInfo
 from kvx.router.app import Router
-from kvx.router.settings import Flow, Settings, instances
+from kvx.router.settings import Flow, PoolFile, Settings, instances
 from kvx.router.upstream import Limits
 
 WAIT_S = 20.0
@@ -117,6 +118,12 @@ class World:
         async with self.client.post(self.url + path, json=body) as answer:
             return answer.status, json.loads(await answer.read())
 
+    def write_pools(self, prefill: Sequence[Fake], decode: Sequence[Fake]) -> None:
+        """Say in the pool file that these are the pools."""
+        file = self.router.settings.pool_file
+        assert file is not None
+        _write_pools(file.path, prefill, decode)
+
     async def status(self) -> dict[str, Any]:
         async with self.client.get(f"{self.url}/status") as answer:
             told: dict[str, Any] = await answer.json()
@@ -126,6 +133,14 @@ class World:
         async with asyncio.timeout(WAIT_S):
             while not condition():
                 await asyncio.sleep(0.01)
+
+
+def _write_pools(path: Path, prefill: Sequence[Fake], decode: Sequence[Fake]) -> None:
+    """In one step, as an operator should."""
+    lists = {"prefill": [fake.url for fake in prefill], "decode": [fake.url for fake in decode]}
+    new = path.with_suffix(".new")
+    new.write_text("".join(f"{name} = {json.dumps(urls)}\n" for name, urls in lists.items()))
+    new.replace(path)
 
 
 @asynccontextmanager
@@ -142,12 +157,15 @@ async def _world(
     wait: bool = True,
     api_key: str = "",
     dialect: Dialect | None = None,
+    pool_file: Path | None = None,
 ) -> AsyncIterator[World]:
     async with AsyncExitStack() as stack:
         for fake in (*prefill, *decode):
             await fake.start()
             stack.push_async_callback(fake.stop)
         texts = [f"{fake.url}={fake.address}" if addresses else fake.url for fake in prefill]
+        if pool_file is not None:
+            _write_pools(pool_file, prefill, decode)
         pools = instances(texts, [fake.url for fake in decode], mode)
         router = Router(
             Settings(
@@ -162,6 +180,7 @@ async def _world(
                 host="127.0.0.1",
                 port=0,
                 api_key=api_key,
+                pool_file=PoolFile(pool_file) if pool_file else None,
             )
         )
         runner = web.AppRunner(router.app(), handler_cancellation=True, shutdown_timeout=0.1)
