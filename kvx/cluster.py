@@ -9,6 +9,7 @@ merely the thread that started a server ends.
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -18,6 +19,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -34,6 +36,12 @@ TERM_S = 15.0
 """How long a group may take to end after SIGTERM before it gets SIGKILL."""
 KILL_S = 5.0
 _POLL_S = 0.05
+_PORTS = range(10_000, 20_000)
+"""Below those that the kernel gives by itself, to who listens on port 0 and to who dials: there a port that was free
+is somebody else's a moment later."""
+_TRIES = 10_000
+_MOST_CLAIMS = 256
+_claims: deque[int] = deque()
 _LOG_TAIL = 4000
 
 _WARDEN = """
@@ -65,17 +73,46 @@ class ClusterError(KvxError):
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """`count` different TCP ports that nobody listens on right now."""
-    held: list[socket.socket] = []
-    try:
-        for _ in range(count):
-            probe = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-            held.append(probe)
-            probe.bind((host, 0))
-        return [int(probe.getsockname()[1]) for probe in held]
-    finally:
-        for probe in held:
-            probe.close()
+    """`count` different TCP ports that nobody listens on right now.
+
+    Whoever else asks this function, in whatever process, is given others, until this process ends or has been given
+    many more. Raises ClusterError where so many are not free.
+    """
+    found: list[int] = []
+    for _ in range(_TRIES):
+        if len(found) == count:
+            return found
+        port = secrets.choice(_PORTS)
+        if (claim := _claimed(port)) is None:
+            continue
+        if not _is_free(host, port):
+            os.close(claim)
+            continue
+        found.append(port)
+        _claims.append(claim)
+        if len(_claims) > _MOST_CLAIMS:
+            os.close(_claims.popleft())
+    raise ClusterError(f"no {count} ports of {_PORTS.start} to {_PORTS.stop} are free")
+
+
+def _claimed(port: int) -> int | None:
+    """A descriptor that is this process's claim to a port; None: somebody has one. An abstract socket lives where
+    ports do, in a network namespace, and ends with its process."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as claim:
+        try:
+            claim.bind(f"\0kvx-port-{port}")
+        except OSError:
+            return None
+        return claim.detach()
+
+
+def _is_free(host: str, port: int) -> bool:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
 
 
 def group_members(group: int) -> list[int]:

@@ -63,7 +63,6 @@ class Site:
     secret_file: Path
     say: Say
     _told: float = field(default=0.0, init=False)
-    _ports: set[int] = field(factory=set, init=False)
 
     def engine(self, name: str, role: Role | None = None, *, instead_of: Node | None = None, **options: object) -> Node:
         """Start one instance, with kvx's `options` beside those that every instance needs.
@@ -73,8 +72,9 @@ class Site:
         """
         meeting = None
         if instead_of is None:
-            port, control = self._port(), f"127.0.0.1:{self._port()}"
-            meeting = self._port() if role is Role.PRODUCER else None
+            port, control_port, meeting_port = free_ports(3)
+            control = f"127.0.0.1:{control_port}"
+            meeting = meeting_port if role is Role.PRODUCER else None
         else:
             port, control = urlsplit(instead_of.url).port or 0, instead_of.control
             meeting = parse_address(instead_of.address)[1] if instead_of.address else None
@@ -85,7 +85,7 @@ class Site:
 
     def single(self, name: str) -> Child:
         """Start one server without kvx, which serves requests alone."""
-        port = self._port()
+        (port,) = free_ports(1)
         launch = self.driver.launch(Server(self.model, port, arguments=self.arguments))
         return self.cluster.start(name, launch, f"http://127.0.0.1:{port}")
 
@@ -93,7 +93,7 @@ class Site:
         self, name: str, prefill: Sequence[Node], decode: Sequence[Node], mode: Mode | None, port: int | None = None
     ) -> Child:
         """Start a router in front of these; without `port` on any free one."""
-        port = port or self._port()
+        port = port or free_ports(1)[0]
         command = [sys.executable, "-m", "kvx", "router", "--port", str(port), "--engine", self.name]
         command += ["--mode", mode.value if mode else "auto"]
         for node in prefill:
@@ -109,13 +109,6 @@ class Site:
         started = time.monotonic()
         self.cluster.wait_ready(*children, timeout_s=START_S, progress=self._progress)
         self.say(f"ready after {time.monotonic() - started:.1f} s")
-
-    def _port(self) -> int:
-        """A free port that no other server has been given, be it that it has not taken it yet."""
-        while (port := free_ports(1)[0]) in self._ports:
-            continue
-        self._ports.add(port)
-        return port
 
     def _progress(self, waiting: list[str], seconds: float) -> None:
         if waiting and seconds - self._told >= _SAY_S:

@@ -2,15 +2,19 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
 import threading
 import time
+from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import kvx.cluster
 from kvx.cluster import Child, Cluster, ClusterError, free_ports, group_members
 from kvx.driver import Launch
 
@@ -93,6 +97,10 @@ def nanoseconds_on_a_core(pid: int) -> int:
     return sum(int(file.read_text().split()[0]) for file in Path(f"/proc/{pid}/task").glob("*/schedstat"))
 
 
+def states(pid: int) -> list[str]:
+    return [file.read_text().rpartition(")")[2].split()[0] for file in Path(f"/proc/{pid}/task").glob("*/stat")]
+
+
 def test_no_thread_of_a_stopped_server_runs_on(tmp_path: Path) -> None:
     process = subprocess.Popen((sys.executable, "-c", BUSY), stdout=subprocess.PIPE, process_group=0)
     child = Child("busy", "", tmp_path / "log", process)
@@ -101,12 +109,10 @@ def test_no_thread_of_a_stopped_server_runs_on(tmp_path: Path) -> None:
         assert process.stdout.readline() == b"ready\n"
         for _ in range(20):
             child.signal(signal.SIGSTOP)
+            assert set(states(process.pid)) == {"T"}
             before = nanoseconds_on_a_core(process.pid)
-            time.sleep(0.02)
-            assert nanoseconds_on_a_core(process.pid) == before
             child.signal(signal.SIGCONT)
-            time.sleep(0.02)
-            assert nanoseconds_on_a_core(process.pid) > before
+            assert until(lambda before=before: nanoseconds_on_a_core(process.pid) > before)  # type: ignore[misc]
     finally:
         child.signal(signal.SIGKILL)
         process.communicate(timeout=20)
@@ -145,8 +151,56 @@ def test_environment_is_added_to_ours(tmp_path: Path) -> None:
         assert one.log_end() == "42 True\n"
 
 
-def test_ports_differ() -> None:
-    assert len(set(free_ports(20))) == 20
+RANGE = range(9_000, 9_500)
+TAKES = f"""
+from kvx import cluster
+cluster._PORTS = {RANGE}
+print(*cluster.free_ports(80))
+"""
+
+
+@pytest.fixture
+def claims(monkeypatch: pytest.MonkeyPatch) -> Iterator[deque[int]]:
+    """Only of this test."""
+    own: deque[int] = deque()
+    monkeypatch.setattr(kvx.cluster, "_claims", own)
+    yield own
+    for claim in own:
+        os.close(claim)
+
+
+def test_ports_differ_and_the_kernel_gives_none_of_them_to_others(claims: deque[int]) -> None:
+    given = {port for _ in range(20) for port in free_ports(2)}
+    assert len(given) == len(claims) == 40
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert max(given) < max(lowest, 20_000)
+
+
+@pytest.mark.usefixtures("claims")
+def test_no_other_process_is_given_the_same_ports(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvx.cluster, "_PORTS", RANGE)
+    ours = set(free_ports(80))
+    done = subprocess.run((sys.executable, "-c", TAKES), capture_output=True, text=True, timeout=50, check=True)
+    theirs = set(map(int, done.stdout.split()))
+    assert len(ours) == len(theirs) == 80
+    assert not ours & theirs
+
+
+@pytest.mark.usefixtures("claims")
+def test_a_port_that_somebody_holds_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+        monkeypatch.setattr(kvx.cluster, "_PORTS", range(port, port + 1))
+        with pytest.raises(ClusterError, match=f"no 1 ports of {port} to {port + 1} are free"):
+            free_ports(1)
+    assert free_ports(1) == [port]  # the claim to what was not free is given up
+
+
+def test_old_claims_are_given_up(claims: deque[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvx.cluster, "_MOST_CLAIMS", 3)
+    free_ports(10)
+    assert len(claims) == 3
 
 
 HOST = textwrap.dedent("""
