@@ -113,6 +113,7 @@ class KvxReceiver(CommonKVReceiver):  # type: ignore[misc]
         super().failure_exception()
 
     def _clear(self) -> None:
+        self.ensure_abort_notified()  # prefill hears of every end, also of one that is no abort of SGLang's
         self.kv_mgr.rooms.close(self.bootstrap_room, self.kv_mgr.failure_records.get(self.bootstrap_room, ABORTED))
         self.kv_mgr.lost.discard(self.bootstrap_room)
         super()._clear()

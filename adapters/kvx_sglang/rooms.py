@@ -282,6 +282,8 @@ class Receive:
     outcome: Outcome | None = None
     aborted: bool = False
     released: bool = False
+    empty: bool = False
+    """No page of this rank was ever open to it."""
 
     @property
     def over(self) -> bool:
@@ -320,7 +322,8 @@ class DecodeRooms:
         """A request ends before it has pages: an empty grant tells the prefill side, which knows no name for it yet."""
         nothing = BlockTable(((),) * len(self.pools.layout.groups))
         self._expose(room, address, (0,) * len(nothing.groups), nothing, self.pools.page_size)
-        self._current.pop(room).aborted = True
+        receive = self._current.pop(room)
+        receive.aborted = receive.empty = True
 
     def _expose(self, room: int, address: str, first: tuple[int, ...], blocks: BlockTable, tokens: int) -> None:
         attempt = self._attempts.pop(room, 0) + 1
@@ -345,7 +348,7 @@ class DecodeRooms:
 
     def safe(self, room: int) -> bool:
         """Whether nobody can write into pages of this room any more."""
-        return not any(receive.room == room for receive in self.receives.values())
+        return not any(receive.room == room and not receive.empty for receive in self.receives.values())
 
     def take(self, news: Sequence[News]) -> list[Change]:
         changes: list[Change] = []

@@ -158,6 +158,23 @@ def test_decode_aborts_before_it_has_pages(pair: Pair) -> None:
     pair.clean()
 
 
+def test_pages_that_decode_cannot_publish_end_the_request_on_both_sides(pair: Pair) -> None:
+    """Refused by decode itself, long before the prefill server's own limit."""
+    sender, receiver = pair.rig.sender(pair.pm, 5), pair.rig.receiver(pair.dm, 5)
+    receiver.send_metadata(ints(6), 1, None, decode_prefix_len=3)
+    assert pair.fail(receiver) == ["kvx: a prefix of 3 tokens is not made of whole pages"]
+    assert pair.fail(sender) == ["kvx: aborted: the decode side gave the request up"]
+    pair.clean()
+
+
+def test_a_request_that_is_cleared_before_it_has_pages_ends_on_both_sides(pair: Pair) -> None:
+    sender, receiver = pair.rig.sender(pair.pm, 5), pair.rig.receiver(pair.dm, 5)
+    receiver.clear()
+    receiver.clear()
+    assert pair.fail(sender) == ["kvx: aborted: the decode side gave the request up"]
+    pair.clean()
+
+
 def test_decode_aborts_before_prefill_has_the_request(pair: Pair) -> None:
     receiver = pair.rig.receiver(pair.dm, 5)
     receiver.send_metadata(ints(6), 1, None, decode_prefix_len=0)

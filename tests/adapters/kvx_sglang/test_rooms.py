@@ -297,6 +297,7 @@ def test_a_good_bye_is_an_empty_grant() -> None:
     (expose,) = instance.events
     assert isinstance(expose, Expose)
     assert expose.blocks.empty
+    assert rooms.safe(ROOM), "no page was ever open"
     assert rooms.take([failed(), Released(NAME)]) == []
     assert not rooms.receives
 
