@@ -119,20 +119,25 @@ class Runtime:
 
     def put(self, events: Sequence[EngineEvent]) -> None:
         """Enqueue a batch; never blocks."""
-        if self._failed is not None:
-            self._refuse(events)
-            return
         self._inbox.append(events)
-        if self._asleep:
+        if self._failed is not None:  # looked at after the append: else it could fail in between and see none of these
+            self._refuse()
+        elif self._asleep:
             os.eventfd_write(self._wake, 1)
 
-    def _refuse(self, events: Sequence[EngineEvent]) -> None:
-        """Nothing runs any more, so nothing of these was begun: the engine hears that at once."""
-        for event in events:
-            if isinstance(event, (Expose, Stage)) and event.transfer not in self._refused:
-                self._refused.add(event.transfer)
-                self._news.append(Outcome(event.transfer, False, Reason.OTHER, f"kvx has stopped: {self._failed}"))
-                self._news.append(Released(event.transfer))
+    def _refuse(self) -> None:
+        """Nothing runs any more, so nothing of what is left was begun: the engine hears that at once."""
+        while True:
+            try:
+                events = self._inbox.popleft()
+            except IndexError:  # the engine's thread and the one that has failed may both be here
+                return
+            for event in events:
+                if isinstance(event, (Expose, Stage)) and event.transfer not in self._refused:
+                    self._refused.add(event.transfer)
+                    detail = f"kvx has stopped: {self._failed}"
+                    self._news.append(Outcome(event.transfer, False, Reason.OTHER, detail))
+                    self._news.append(Released(event.transfer))
 
     def news(self) -> list[News]:
         """Dequeue everything that was reported; never blocks."""
@@ -190,8 +195,7 @@ class Runtime:
         for transfer in self._endpoint.engaged():
             self._refused.add(transfer)
             self._news.append(Outcome(transfer, False, Reason.OTHER, f"kvx has stopped: {self._failed}"))
-        while self._inbox:
-            self._refuse(self._inbox.popleft())
+        self._refuse()
 
     def _finished(self) -> bool:
         """Closing is over: nothing is open, and the peers have read the last words (or time is up)."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import socket
 import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ import pytest
 from attrs import define, evolve, field
 
 from kvx.address import parse_address
+from kvx.cluster import free_ports
 from kvx.config import Options
 from kvx.core import wire
 from kvx.core.errors import RemoteProtocolError
@@ -70,6 +73,16 @@ class Rank:
             time.sleep(0.002)
         raise AssertionError(f"no {kinds} of {transfer} in {limit_s} s, heard {self.heard}, {self.instance.snapshot()}")
 
+    def until_open(self, transfer: str, state: str) -> None:
+        """Wait until its status has this transfer in a state whose name contains `state`."""
+        until = time.monotonic() + 20
+        while time.monotonic() < until:
+            opened: Mapping[str, list[str]] = self.instance.snapshot()["open"]  # type: ignore[assignment]
+            if any(state in one for one in opened.get(transfer, ())):
+                return
+            time.sleep(0.002)
+        raise AssertionError(f"{transfer} is not {state or 'open'}: {self.instance.snapshot()}")
+
 
 def open_rank(seed: int, dtype: str = "u8", **options: object) -> Rank:
     memory = np.random.default_rng(seed).integers(0, 256, (LAYERS, BLOCKS, BLOCK_BYTES), dtype=np.uint8)
@@ -80,14 +93,8 @@ def open_rank(seed: int, dtype: str = "u8", **options: object) -> Rank:
     group = CacheGroup(0, "full", BLOCK_SIZE, layers, 2, 2, Packing.HEADS)
     layout = Layout("toy", dtype, "test", (group,), BLOCKS)
     epoch = secrets.randbits(63)
-    loaded = Options.load({"listen": f"127.0.0.1:{free_port()}", **options}, {})
+    loaded = Options.load({"listen": f"127.0.0.1:{free_ports(1)[0]}", **options}, {})
     return Rank(loaded, memory, open_instance(loaded, layout, [region], epoch=epoch), epoch)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture
@@ -149,16 +156,16 @@ def test_an_abort_before_blocks_releases_the_producer(pair: tuple[Rank, Rank]) -
         p.options, epoch=p.epoch, transfer="t3", first=(0,), blocks=BlockTable.of([7]), tokens=32, lease_s=30
     )
     d.instance.put([Abort("t3", ticket=read_ticket(d.options, text))])
-    outcome, _ = p.wait(Outcome, Released, transfer="t3", limit_s=5)
+    outcome, _ = p.wait(Outcome, Released, transfer="t3")
     assert isinstance(outcome, Outcome) and not outcome.ok and outcome.reason is not None
     assert outcome.reason.value == "aborted"
 
 
 def test_an_address_that_nobody_listens_on_fails_the_one_request(pair: tuple[Rank, Rank]) -> None:
     p, d = pair
-    address = f"127.0.0.1:{free_port()}"
+    address = f"127.0.0.1:{free_ports(1)[0]}"
     d.instance.put([Expose("t4", Mode.PUSH, BlockTable.of([1]), (0,), 32, 30.0, address)])
-    outcome, _ = d.wait(Outcome, Released, transfer="t4", limit_s=5)
+    outcome, _ = d.wait(Outcome, Released, transfer="t4")
     assert isinstance(outcome, Outcome) and not outcome.ok
     assert address in outcome.detail
     push(p, d, "t5", [1], [1], 20)
@@ -188,13 +195,23 @@ def test_one_ticket_serves_exactly_one_of_two_readers(pair: tuple[Rank, Rank], e
         other.instance.close()
 
 
+def resting(pair: tuple[Rank, Rank]) -> list[object]:
+    """How often each has woken up, once none has for a second: the last words of a transfer take a moment."""
+    until = time.monotonic() + 20
+    while time.monotonic() < until:
+        before = [rank.instance.snapshot()["wakeups"] for rank in pair]
+        time.sleep(1)
+        if before == [rank.instance.snapshot()["wakeups"] for rank in pair]:
+            return before
+    raise AssertionError("they never come to rest")
+
+
 def test_nothing_wakes_while_nothing_is_open(pair: tuple[Rank, Rank], evidence: Evidence) -> None:
     p, d = pair
     push(p, d, "t7", [1], [1], 20)
     for rank in pair:
         rank.wait(Outcome, Released, transfer="t7")
-    time.sleep(0.3)
-    before = [rank.instance.snapshot()["wakeups"] for rank in pair]
+    before = resting(pair)
     time.sleep(IDLE_S)
     after = [rank.instance.snapshot()["wakeups"] for rank in pair]
     evidence("idle-wakeups", {"idle_s": IDLE_S, "wakeups_before": before, "wakeups_after": after})
@@ -205,11 +222,9 @@ def test_close_tells_the_peer_and_leaves_no_thread(pair: tuple[Rank, Rank]) -> N
     p, d = pair
     p.instance.put([Claim("t8", Mode.PUSH)])
     d.instance.put([Expose("t8", Mode.PUSH, BlockTable.of([4]), (0,), 32, 30.0, p.instance.info.address)])
-    until = time.monotonic() + 5
-    while "granted" not in str(p.instance.snapshot()["open"]) and time.monotonic() < until:
-        time.sleep(0.01)
+    p.until_open("t8", "granted")
     p.instance.close()
-    outcome = d.wait(Outcome, Released, transfer="t8", limit_s=5)[0]
+    outcome = d.wait(Outcome, Released, transfer="t8")[0]
     assert isinstance(outcome, Outcome) and outcome.reason is Reason.DRAINING, outcome
     assert not [thread for thread in threading.enumerate() if thread.name == f"kvx-{p.instance.info.peer}"]
 
@@ -218,7 +233,7 @@ def test_instances_of_different_secrets_refuse_each_other() -> None:
     p, d = open_rank(1, secret="one secret of many bytes"), open_rank(2, secret="another secret of many bytes")
     try:
         d.instance.put([Expose("t9", Mode.PUSH, BlockTable.of([4]), (0,), 32, 30.0, p.instance.info.address)])
-        outcome = d.wait(Outcome, Released, transfer="t9", limit_s=5)[0]
+        outcome = d.wait(Outcome, Released, transfer="t9")[0]
         assert isinstance(outcome, Outcome) and outcome.reason is Reason.AUTH, outcome
     finally:
         p.instance.close()
@@ -231,29 +246,44 @@ def test_an_operator_can_ask_and_release(pair: tuple[Rank, Rank]) -> None:
     text = make_ticket(
         p.options, epoch=p.epoch, transfer="t10", first=(0,), blocks=BlockTable.of([7]), tokens=32, lease_s=30
     )
-    status = ask(p.instance.info.address, "status", "", secret=b"", timeout_s=5)
+    status = ask(p.instance.info.address, "status", "", secret=b"", timeout_s=20)
     assert status.ok and "t10" in status.body
-    assert ask(p.instance.info.address, "release", text, secret=b"", timeout_s=5).ok
-    outcome = p.wait(Outcome, Released, transfer="t10", limit_s=5)[0]
+    assert ask(p.instance.info.address, "release", text, secret=b"", timeout_s=20).ok
+    outcome = p.wait(Outcome, Released, transfer="t10")[0]
     assert isinstance(outcome, Outcome) and outcome.reason is Reason.ABORTED
-    assert not ask(p.instance.info.address, "release", text, secret=b"", timeout_s=5).ok
-    assert not ask(p.instance.info.address, "fly", "", secret=b"", timeout_s=5).ok
+    assert not ask(p.instance.info.address, "release", text, secret=b"", timeout_s=20).ok
+    assert not ask(p.instance.info.address, "fly", "", secret=b"", timeout_s=20).ok
 
 
 def test_a_runtime_that_stops_fails_what_is_open_and_what_comes(pair: tuple[Rank, Rank]) -> None:
     p, _ = pair
     p.instance.put([Expose("t11", Mode.PULL, BlockTable.of([7]), (0,), 32, 30.0)])
-    until = time.monotonic() + 5
-    while "t11" not in str(p.instance.snapshot()["open"]) and time.monotonic() < until:
-        time.sleep(0.01)
+    p.until_open("t11", "")
     runtime = p.instance._runtime  # type: ignore[attr-defined]
     runtime._control.poll = lambda: 1 / 0
     p.instance.put([Claim("t12", Mode.PUSH)])
-    outcome = p.wait(Outcome, transfer="t11", limit_s=5)[0]
+    outcome = p.wait(Outcome, transfer="t11")[0]
     assert isinstance(outcome, Outcome) and "ZeroDivisionError" in outcome.detail
     assert Released("t11") not in p.heard, "nothing proves that these blocks are safe"
     p.instance.put([Expose("t13", Mode.PULL, BlockTable.of([8]), (0,), 32, 30.0)])
-    assert len(p.wait(Outcome, Released, transfer="t13", limit_s=5)) == 2
+    assert len(p.wait(Outcome, Released, transfer="t13")) == 2
+
+
+def test_what_is_put_in_the_moment_in_which_a_runtime_stops_is_refused_too(pair: tuple[Rank, Rank]) -> None:
+    p, _ = pair
+    runtime = p.instance._runtime  # type: ignore[attr-defined]
+
+    class StopsMeanwhile(deque[Any]):
+        def append(self, batch: Any) -> None:
+            runtime._control.poll = lambda: 1 / 0
+            os.eventfd_write(runtime._wake, 1)
+            runtime._thread.join(20)
+            super().append(batch)
+
+    runtime._inbox = StopsMeanwhile()
+    p.instance.put([Expose("t20", Mode.PULL, BlockTable.of([7]), (0,), 32, 30.0)])
+    outcome = p.wait(Outcome, Released, transfer="t20")[0]
+    assert isinstance(outcome, Outcome) and "ZeroDivisionError" in outcome.detail
 
 
 def test_a_host_that_forks_before_it_starts_is_served() -> None:
@@ -283,7 +313,7 @@ def test_a_cache_of_another_dtype_is_refused_by_name_and_the_next_request_works(
     try:
         address = p.instance.info.address
         other.instance.put([Expose("t14", Mode.PUSH, BlockTable.of([4]), (0,), 32, 30.0, address)])
-        outcome = other.wait(Outcome, Released, transfer="t14", limit_s=5)[0]
+        outcome = other.wait(Outcome, Released, transfer="t14")[0]
         assert isinstance(outcome, Outcome) and outcome.reason is Reason.LAYOUT, outcome
         assert "dtype" in outcome.detail and "u16" in outcome.detail and "u8" in outcome.detail
         push(p, d, "t15", [1], [1], 20)
@@ -295,7 +325,7 @@ def test_a_cache_of_another_dtype_is_refused_by_name_and_the_next_request_works(
 def test_a_peer_of_another_protocol_version_is_told_so(pair: tuple[Rank, Rank]) -> None:
     p, d = pair
     hello = Hello(step=1, versions=(99,), epoch=1, nonce=bytes(16))
-    with socket.create_connection(parse_address(p.instance.info.address), 5) as stranger:
+    with socket.create_connection(parse_address(p.instance.info.address), 20) as stranger:
         data = wire.encode(Envelope(wire.VERSION, 1, 0, hello))
         stranger.sendall(len(data).to_bytes(4, "big") + data)
         length = int.from_bytes(stranger.recv(4, socket.MSG_WAITALL), "big")
@@ -311,13 +341,13 @@ def test_an_acceptor_of_another_protocol_version_fails_the_request_with_version(
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         d.instance.put([Expose("t17", Mode.PUSH, BlockTable.of([4]), (0,), 32, 30.0, address)])
-        listener.settimeout(5)
+        listener.settimeout(20)
         accepted, _ = listener.accept()
         with accepted:
             refusal = Hello(step=1, refusal=Reason.VERSION, detail="this instance speaks kvx protocol [99]")
             data = wire.encode(Envelope(wire.VERSION, 1, 0, refusal))
             accepted.sendall(len(data).to_bytes(4, "big") + data)
-            outcome = d.wait(Outcome, Released, transfer="t17", limit_s=5)[0]
+            outcome = d.wait(Outcome, Released, transfer="t17")[0]
     assert isinstance(outcome, Outcome) and outcome.reason is Reason.VERSION, outcome
     assert "[99]" in outcome.detail
 
@@ -331,7 +361,7 @@ def test_a_ticket_of_an_earlier_start_moves_nothing(pair: tuple[Rank, Rank]) -> 
     )
     ticket = read_ticket(d.options, text)
     d.instance.put([Stage("t18", Mode.PULL, Part(None, (0,), BlockTable.of([9])), True, 32, ticket)])
-    outcome = d.wait(Outcome, Released, transfer="t18", limit_s=5)[0]
+    outcome = d.wait(Outcome, Released, transfer="t18")[0]
     assert isinstance(outcome, Outcome) and outcome.reason is Reason.EPOCH, outcome
     assert (d.memory == before).all()
 
