@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from kvx import cli, doctor
+from kvx.cluster import free_ports
 from kvx.config import Options
 from kvx.core.errors import ConfigError
 from kvx.core.model import BlockTable, CacheGroup, LayerSpec, Layout, Mode, Outcome, Reason, Region, Role
@@ -29,9 +30,7 @@ EPOCH = secrets.randbits(63)
 
 @pytest.fixture
 def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Options:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = f"127.0.0.1:{free_ports(1)[0]}"
     (tmp_path / "secret").write_text(SECRET)
     monkeypatch.setenv("KVX_SECRET_FILE", str(tmp_path / "secret"))
     return Options.load({"listen": address})

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kvx import sockets
+from kvx.cluster import free_ports
 from kvx.core.errors import ConfigError
 from kvx.core.events import PeerLost, PeerUp
 from kvx.core.messages import Envelope, Renew
@@ -28,12 +29,6 @@ def ends() -> Iterator[Ends]:
 # --------------------------------------------------------------------------------- dialling
 
 
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
-
-
 @pytest.fixture
 def silent() -> Iterator[str]:
     """An address that answers no connection: the queue of its listener is full."""
@@ -48,7 +43,7 @@ def silent() -> Iterator[str]:
 
 def test_nobody_listens_there(ends: Ends) -> None:
     near = ends.open()
-    address = f"127.0.0.1:{free_port()}"
+    address = f"127.0.0.1:{free_ports(1)[0]}"
     near.connect(address)
     assert ends.lost(near) == PeerLost(1, address, True, "cannot connect: Connection refused")
 
@@ -136,7 +131,7 @@ def resolver(monkeypatch: pytest.MonkeyPatch, answer: Callable[[], list[Place]])
 
 def test_each_address_of_a_host_is_tried(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     near, far = ends.open(), ends.open()
-    resolver(monkeypatch, lambda: [at(free_port()), at(int(far.address.rsplit(":", 1)[1]))])
+    resolver(monkeypatch, lambda: [at(free_ports(1)[0]), at(int(far.address.rsplit(":", 1)[1]))])
     near.connect("somewhere:1")
     ends.until(lambda: ends.of(near, PeerUp))
     assert ends.seen[near] == [PeerUp(1, "somewhere:1")]
@@ -154,10 +149,10 @@ def test_a_silent_address_leaves_time_for_the_next(ends: Ends, silent: str, monk
 
 def test_refused_means_that_every_address_refused(ends: Ends, silent: str, monkeypatch: pytest.MonkeyPatch) -> None:
     near = ends.open()
-    resolver(monkeypatch, lambda: [at(free_port()), at(free_port())])
+    resolver(monkeypatch, lambda: [at(free_ports(1)[0]), at(free_ports(1)[0])])
     near.connect("somewhere:1")
     assert ends.lost(near).refused
-    resolver(monkeypatch, lambda: [at(int(silent.rsplit(":", 1)[1])), at(free_port())])
+    resolver(monkeypatch, lambda: [at(int(silent.rsplit(":", 1)[1])), at(free_ports(1)[0])])
     near.connect("elsewhere:1")
     ends.until(lambda: near.deadline() == ends.clock.now + 5)
     ends.clock.now += 5
@@ -182,7 +177,7 @@ def test_slow_lookups_hold_nobody_up_and_are_bounded(ends: Ends, monkeypatch: py
 
     def slow() -> list[Place]:
         release.wait(20)
-        return [at(free_port())]
+        return [at(free_ports(1)[0])]
 
     resolver(monkeypatch, slow)
     near, far = ends.open(), ends.open()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import secrets
-import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 
 from kvx import cli
+from kvx.cluster import free_ports
 from kvx.config import Options
 from kvx.core.errors import PluginError, TransportError
 from kvx.core.model import (
@@ -88,8 +88,7 @@ def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 class Side:
     def __init__(self, transports: Sequence[str], sections: Mapping[str, Mapping[str, Any]] | None = None) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
+        (port,) = free_ports(1)
         settings = {"listen": f"127.0.0.1:{port}", "transports": list(transports), **(sections or {})}
         self.options = Options.load(settings, {})
         self.memory = np.zeros(512, dtype=np.uint8)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import secrets
-import socket
 import time
 
 import numpy as np
 
+from kvx.cluster import free_ports
 from kvx.config import Options
 from kvx.core.model import BlockTable, CacheGroup, LayerSpec, Layout, Mode, Outcome, Part, Reason, Region
 from kvx.engine import EngineInstance, Expose, Stage
@@ -17,8 +17,7 @@ LAYOUT = Layout("toy", "u8", "test", (CacheGroup(0, "full", 32, (LayerSpec("l", 
 
 
 def start(transport: str) -> tuple[Options, EngineInstance, int, np.ndarray]:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     options = Options.load({"listen": f"127.0.0.1:{port}", "transports": [transport]}, {})
     memory, epoch = np.zeros(512, dtype=np.uint8), secrets.randbits(63)
     region = Region(0, memory.ctypes.data, memory.nbytes)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from attrs import define, field
 
+from kvx.cluster import free_ports
 from kvx.config import Options
 from kvx.core import wire
 from kvx.core.handshake import Handshakes
@@ -22,7 +23,7 @@ from kvx.core.model import BlockTable, InstanceInfo, Mode, News, Outcome, Region
 from kvx.engine import EngineInstance, Expose, Stage
 from kvx.instance import make_ticket, open_instance, read_ticket
 from kvx_conformance.fuzz_inputs import Maker, Mutator
-from kvx_conformance.fuzz_ports import WAIT_S, free_port
+from kvx_conformance.fuzz_ports import WAIT_S
 from kvx_conformance.pair import layout, part
 
 SECRET = "a secret of all instances that are fuzzed"  # noqa: S105 - it guards nothing
@@ -41,7 +42,9 @@ class _Rank:
     told: list[News] = field(factory=list)
 
     def __attrs_post_init__(self) -> None:
-        self.options = Options.load({"listen": f"127.0.0.1:{free_port()}", "instance": self.name, "secret": SECRET}, {})
+        self.options = Options.load(
+            {"listen": f"127.0.0.1:{free_ports(1)[0]}", "instance": self.name, "secret": SECRET}, {}
+        )
         region = Region(0, self.memory.ctypes.data, self.memory.nbytes)
         self.instance = open_instance(self.options, layout(), [region], epoch=self.epoch)
 

@@ -14,6 +14,7 @@ import numpy as np
 from attrs import define, field
 
 from kvx import plugins
+from kvx.cluster import free_ports
 from kvx.control import ControlChannel
 from kvx.core import wire
 from kvx.core.events import OpDone, OpFailed, PeerLost, PeerUp, Received
@@ -207,7 +208,7 @@ class DataPort:
 
     def __init__(self, random: Random, name: str) -> None:
         self._random, self._mutator = random, Mutator(random)
-        port = free_port()
+        (port,) = free_ports(1)
         self._relay = _Relay(self._mutator, random, ("127.0.0.1", port))
         loaded = plugins.load()
         self._memory = {who: np.zeros(3 * self.SIZE, dtype=np.uint8) for who in "ab"}
@@ -291,8 +292,3 @@ class DataPort:
         self._a.close()
         self._b.close()
         self._relay.close()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
