@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import os
+import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,14 @@ from kvx import report
 
 KEPT = {"KVX_VENVS", "KVX_ALLOW_UNTESTED_ENGINE"}
 """What a run may set: where environments are, and that its engine is another one than kvx is made for."""
+
+
+def pytest_configure() -> None:
+    """A shell has SIGINT ignored in what it starts with `&`, and children inherit that; a handler they do not inherit,
+    so that a Ctrl-C which a test sends to what it has started arrives.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -26,6 +26,18 @@ from kvx_conformance.sim import Summary, run_world
 SIM = "import sys; from kvx_conformance.commands import sim; sys.exit(sim(sys.argv[1:]))"
 
 
+PRESSES_CTRL_C = """
+import os, signal
+save = c.save
+def pressed(tally, record):
+    c.save = save
+    save(tally, record)
+    os.killpg(0, signal.SIGINT)
+c.save = pressed
+"""
+"""When something is recorded for the first time, so that it is neither too early nor too late."""
+
+
 def recorded(file: Path) -> Tally:
     return msgspec.json.decode(file.read_bytes(), type=Tally)
 
@@ -39,22 +51,20 @@ def wait_for(file: Path) -> None:
 def test_stopped_by_ctrl_c_and_gone_on_with_it_counts_every_world_once(tmp_path: Path) -> None:
     record, whole = tmp_path / "record", tmp_path / "whole.json"
     words = ["--first", "7000", "--seeds", "100", "--jobs", "2", "--record", str(record)]
-    program = "import kvx_conformance.campaign as c; c._SAVE_S = 0; c.source_digest = lambda: 'x'\n" + SIM
-    first = subprocess.Popen(
-        [sys.executable, "-c", program, *words],
-        stderr=subprocess.PIPE,
+    program = "import kvx_conformance.campaign as c; c._SAVE_S = 0; c.source_digest = lambda: 'x'\n"
+    first = subprocess.run(
+        [sys.executable, "-c", program + PRESSES_CTRL_C + SIM, *words],
+        capture_output=True,
         text=True,
+        check=False,
         start_new_session=True,
     )
-    wait_for(record)
-    os.killpg(first.pid, signal.SIGINT)
-    _, told = first.communicate(timeout=60)
-    assert first.returncode == 130
-    assert "the same command goes on from here" in told
+    assert first.returncode == 130, first.stderr
+    assert "the same command goes on from here" in first.stderr
     stopped = recorded(record)
     assert 0 < stopped.worlds < 100
 
-    second = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, check=False)
+    second = subprocess.run([sys.executable, "-c", program + SIM, *words], capture_output=True, text=True, check=False)
     assert second.returncode == 0, second.stderr
     assert f"going on after {stopped.worlds} of 100 worlds" in second.stderr
     assert sim([*words[:4], "--json", str(whole)]) == 0

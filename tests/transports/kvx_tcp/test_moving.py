@@ -161,8 +161,8 @@ def test_back_pressure_stops_the_initiator_and_then_it_goes_on(pair, pump, patte
 
 def test_idle_transports_ask_for_nothing(pair, pump):
     a, b = pair(warm=True)
-    a.poll_dry()
-    b.poll_dry()
+    a.poll_until_stalled()
+    b.poll_until_stalled()
     assert not select.select([a.transport, b.transport], [], [], 0.3)[0]
     assert a.poll() == b.poll() == []
 

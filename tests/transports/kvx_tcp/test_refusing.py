@@ -110,7 +110,7 @@ def test_eight_mib_in_the_sockets_when_the_initiator_is_told_to_stop(pair, pump,
     a.memory[:] = 2
     b.transport.permit("t", a.peer, Op.WRITE, whole(64 * MIB), STAMP)
     a.post(1, b, Op.WRITE, whole(64 * MIB), whole(64 * MIB), STAMP)
-    end = time.monotonic() + 20
+    end = time.monotonic() + 40
     while _in_sockets(a)[0] + _in_sockets(b)[1] < 8 * MIB and time.monotonic() < end:
         a.poll_until_stalled()
         b.poll()  # opens the window a little further

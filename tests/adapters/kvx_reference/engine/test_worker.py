@@ -35,13 +35,19 @@ class Breaks(Model):
 
 
 @pytest.fixture
-def worker(model: Model) -> Iterator[Worker]:
+def waiting(model: Model) -> Iterator[Worker]:
+    """One that has not begun."""
     worker = Worker(Engine(model, Settings(blocks=60, block_size=4)))
-    worker.start()
     yield worker
     worker.close()
     assert worker._thread is not None
     assert not worker._thread.is_alive()
+
+
+@pytest.fixture
+def worker(waiting: Worker) -> Worker:
+    waiting.start()
+    return waiting
 
 
 def submit(worker: Worker, name: str, tokens: int, prompt: tuple[int, ...] = (5, 6)) -> queue.Queue[Piece]:
@@ -58,13 +64,14 @@ def test_pieces_come_in_order_and_the_last_one_says_why(worker: Worker) -> None:
     assert "".join(piece.text for piece in got) == TOKENIZER.decode([each.token for p in got for each in p.drawn])
 
 
-def test_the_same_id_twice_is_an_error_of_the_second(worker: Worker) -> None:
-    first = submit(worker, "a", 200)
-    second = submit(worker, "a", 3)
+def test_the_same_id_twice_is_an_error_of_the_second(waiting: Worker) -> None:
+    first = submit(waiting, "a", 200)
+    second = submit(waiting, "a", 3)
+    waiting.start()  # only now: the first one could be over before the second comes
     refused = second.get(timeout=20)
     assert refused.finish is Finish.ERROR
     assert "a request a already" in refused.error
-    worker.abort("a")
+    waiting.abort("a")
     assert first.get(timeout=20).error == ""
 
 
