@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvx.core.model import Op
-from kvx_conformance.suite import runner
+from kvx_conformance.suite import runner, stacks
 from kvx_conformance.suite.case import Verdict
 from kvx_conformance.suite.result import Result
 from kvx_conformance.suite.runner import Run, Work, perform
@@ -105,18 +105,25 @@ def _made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("TMPDIR", str(tmp_path / "room"))
     monkeypatch.setattr(tempfile, "tempdir", None)
-    monkeypatch.setattr(runner, "END_S", 0.5)
-    monkeypatch.setattr(runner, "_MARGIN_S", 0.5)
 
 
 def orders(*names: str, limit_s: float = 20.0) -> Work:
     return Work(tuple(Order(f"KVX-ENV-001.{name}", limit_s) for name in names))
 
 
-def run(*names: str, limit_s: float = 20.0, jobs: int = 1, subject: Subject = GOOD) -> Run:
-    made = Run(subject, lambda present: orders(*names, limit_s=limit_s), ("made_cases",))
+def hanging(name: str) -> Work:
+    """A case that hangs, and one after it that has all the time it needs."""
+    return Work((*orders(name, limit_s=2.0).orders, *orders("passes").orders))
+
+
+def perform_work(work: Work, jobs: int = 1, subject: Subject = GOOD) -> Run:
+    made = Run(subject, lambda present: work, ("made_cases",))
     perform([made], jobs, lambda run, result: None)
     return made
+
+
+def run(*names: str, jobs: int = 1, subject: Subject = GOOD) -> Run:
+    return perform_work(orders(*names), jobs, subject)
 
 
 def verdicts(made: Run) -> dict[str, Verdict]:
@@ -153,15 +160,18 @@ def test_each_verdict_comes_from_what_happened() -> None:
 
 
 def test_a_case_that_hangs_fails_with_its_stacks_and_the_next_one_runs() -> None:
-    made = run("hangs", "passes", limit_s=1.0)
+    made = perform_work(hanging("hangs"))
     assert verdicts(made) == {"hangs": Verdict.FAIL, "passes": Verdict.PASS}
     result = made.results["KVX-ENV-001.hangs"]
-    assert result.detail == "It hangs: not over after 1 s."
+    assert result.detail == "It hangs: not over after 2 s."
     assert "threading.Event().wait()" in result.trace
 
 
-def test_a_hang_in_native_code_ends_with_the_process_and_shows_where() -> None:
-    made = run("hangs-natively", "passes", limit_s=1.0)
+def test_a_hang_in_native_code_ends_with_the_process_and_shows_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "END_S", 0.0)  # nothing of it comes, and it is not waited for
+    monkeypatch.setattr(runner, "_MARGIN_S", 0.0)
+    monkeypatch.setattr(stacks, "ANSWER_S", 2.0)
+    made = perform_work(hanging("hangs-natively"))
     assert verdicts(made) == {"hangs-natively": Verdict.FAIL, "passes": Verdict.PASS}
     result = made.results["KVX-ENV-001.hangs-natively"]
     assert "native code" in result.detail
