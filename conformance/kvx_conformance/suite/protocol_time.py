@@ -177,7 +177,7 @@ def rests(context: Context) -> None:
     encounter.serves()
     encounter.peers[-1].lines[-1].barrier()
     used, began = time.process_time(), time.monotonic()
-    time.sleep(0.4)
+    time.sleep(0.4 * context.pace)
     share = (time.process_time() - used) / (time.monotonic() - began)
     context.check(share < 0.1, f"an instance at rest takes {share:.0%} of a processor")
     encounter.over()

@@ -42,7 +42,7 @@ SHORT: dict[str, Any] = {
     "ack_wait_s": 5,
     "quarantine_s": 2,
 }
-"""Options that make every bound short enough to be waited for."""
+"""Options that make every bound short enough to be waited for, at pace 1."""
 SEEN_S = 60.0
 """How long a transfer may take to be seen on both sides, on a machine that computes slowly."""
 _SPARE_S = 5.0
@@ -263,7 +263,8 @@ def _options(context: Context, gate: Path, place: Site, *transports: str) -> dic
     own: dict[str, dict[str, Any]] = {GATED: {"gate": str(gate)}, UNSTOPPABLE: {"gate": str(gate)}}
     if place.small.cache_regions is not None:
         own[demo.DROPPING] = {"regions": place.small.cache_regions}
-    return {**SHORT, "transports": list(transports), **{name: {**inner, **own.get(name, {})} for name in transports}}
+    short = {name: seconds * context.pace for name, seconds in SHORT.items()}
+    return {**short, "transports": list(transports), **{name: {**inner, **own.get(name, {})} for name in transports}}
 
 
 @contextmanager

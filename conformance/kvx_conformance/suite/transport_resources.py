@@ -12,7 +12,7 @@ from kvx.core.model import Capabilities, Op, Peer, Region, Stamp
 from kvx_conformance.suite.case import Context, Profile, case
 from kvx_conformance.suite.ground import MIB
 from kvx_conformance.suite.ops import declared_ops, each_op, piece, some_op
-from kvx_conformance.suite.ranks import EPOCH, KIB, Rig
+from kvx_conformance.suite.ranks import EPOCH, KIB, Rank, Rig
 from kvx_conformance.suite.subject import Feature
 
 BLOCKED_S = 0.2
@@ -186,11 +186,9 @@ def _polled(context: Context, rig: Rig, when: str) -> None:
         context.check(spent < 10 * BLOCKED_S * context.pace, f"10 calls of `poll` took {spent:.1f} s {when}")
 
 
-@each_op("KVX-TRN-033", "large", "No call of `poll` in a {op} of 64 MiB takes longer than a quarter of a second.")
-def bounded_work(context: Context, op: Op) -> None:
-    rig = Rig.of(context)
-    a, b = rig.pair(64 * MIB, warm=True)
-    move = rig.post(a, b, op, a.ground.whole(), b.ground.whole())
+def _longest_poll(context: Context, rig: Rig, a: Rank, b: Rank, op: Op, stamp: Stamp) -> float:
+    """Seconds of the longest call in one operation on all memory."""
+    move = rig.post(a, b, op, a.ground.whole(), b.ground.whole(), stamp=stamp)
     longest = 0.0
     end = time.monotonic() + 15 * context.pace
     while move.end is None and time.monotonic() < end:
@@ -199,7 +197,19 @@ def bounded_work(context: Context, op: Op) -> None:
             rank.poll()
             longest = max(longest, time.monotonic() - began)
     rig.finish(move)
-    context.check(longest < WORK_S * context.pace, f"one call of `poll` took {longest:.2f} s")
+    return longest
+
+
+@each_op("KVX-TRN-033", "large", "No call of `poll` in a {op} of 64 MiB takes longer than a quarter of a second.")
+def bounded_work(context: Context, op: Op) -> None:
+    rig, limit_s = Rig.of(context), WORK_S * context.pace
+    a, b = rig.pair(64 * MIB, warm=True)
+    # A process that waits for a processor is no transport that works for long: that one is slow each time.
+    longest = limit_s
+    for number in range(3):
+        if longest >= limit_s:
+            longest = _longest_poll(context, rig, a, b, op, Stamp(f"large {number}", EPOCH, 3))
+    context.check(longest < limit_s, f"in each of three operations a call of `poll` took {longest:.2f} s or more")
 
 
 @case("KVX-TRN-034", "rest", "A pair that has exchanged something is left alone for half a second.")
