@@ -294,15 +294,17 @@ class Rig:
             if rank.poll_if_due(number in ready) and enough():
                 return
 
-    def until(self, happens: Callable[[], bool], what: str, *ranks: Rank, limit_s: float = LIMIT_S) -> None:
-        """Serve these (by default all) until it happens. Raises Finding if it does not."""
+    def until(
+        self, happens: Callable[[], bool], what: str, *ranks: Rank, limit_s: float = LIMIT_S, turn_s: float = _TURN_S
+    ) -> None:
+        """Serve these (by default all), looking each `turn_s`, until it happens. Raises Finding if it does not."""
         end = time.monotonic() + limit_s * self.context.pace
         while not happens():
             if time.monotonic() > end:
                 self.turn(*ranks)
                 why = "; `poll` had it, but `fileno` did not say so" if happens() else ""
                 raise Finding(f"{what}: not within {limit_s * self.context.pace:g} s{why}")
-            self.serve(*ranks, enough=happens)
+            self.serve(*ranks, wait_s=turn_s, enough=happens)
 
     def linger(self, *ranks: Rank, wait_s: float = LINGER_S) -> None:
         """Serve for a while, for what must not come."""
@@ -370,12 +372,16 @@ class Rig:
         for size in [size for size in SIZES if size >= least]:
             a, b = self.pair(size, warm=True)
             move = self.post(a, b, op, a.ground.whole(), b.ground.whole())
-            self.until(lambda: move.begun or move.end is not None, f"{_names([move])} begins", a, b)  # noqa: B023
+            self.begins(move, a, b)
             if move.end is None:
                 return move
             self.good(move)
             self.discard(a, b)
         raise NotExercised("even the largest operation was over before its middle could be seen")
+
+    def begins(self, move: Move, *ranks: Rank) -> None:
+        """Serve until its first bytes have landed, which a fast transport does long before it tells anything."""
+        self.until(lambda: move.begun or move.end is not None, f"{_names([move])} begins", *ranks, turn_s=0.001)
 
     def rank_of(self, party: Party) -> Rank:
         """The rank of this process that it is."""

@@ -41,16 +41,12 @@ def _midway(rig: Rig, op: Op, size: int = SIZES[1]) -> tuple[Rank, PeerProcess, 
     most = piece(0, size - MIB)
     for number in range(_TRIES):
         move = rig.post(here, there, op, most, most, stamp=Stamp(f"midway {number}", EPOCH, 3))
-        _begins(rig, move)
+        rig.begins(move)
         if move.end is None:
             return here, there, move
         rig.good(move)
         rig.poison(here.ground)  # the next one shall be seen to begin
     raise NotExercised(f"{_TRIES} operations were over before their middle could be seen")
-
-
-def _begins(rig: Rig, move: Move) -> None:
-    rig.until(lambda: move.begun or move.end is not None, "the operation begins")
 
 
 def _written(rig: Rig, size: int = SIZES[1]) -> tuple[Rank, PeerProcess, int]:
@@ -59,7 +55,7 @@ def _written(rig: Rig, size: int = SIZES[1]) -> tuple[Rank, PeerProcess, int]:
     here.permit(STAMP.transfer, there.peer, Op.WRITE, here.ground.whole(), STAMP)
     op_id = there.post(here.peer, Op.WRITE, there.ground.whole(), here.ground.whole(), STAMP)
     whole = here.ground.whole()
-    rig.until(lambda: here.ground.touched(whole), "the operation begins")
+    rig.until(lambda: here.ground.touched(whole), "the operation begins", turn_s=0.001)
     return here, there, op_id
 
 

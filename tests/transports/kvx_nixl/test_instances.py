@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import socket
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvx.cluster import free_ports
 from kvx.config import Options
 from kvx.core.model import BlockTable, CacheGroup, LayerSpec, Layout, Mode, Outcome, Part, Region
 from kvx.engine import EngineInstance, Expose, Stage
@@ -41,8 +41,7 @@ def test_tokens_are_those_of_a_single_instance(name: str, command: Any) -> None:
 
 class Side:
     def __init__(self, transports: list[str], sections: dict[str, dict[str, Any]]) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
+        (port,) = free_ports(1)
         given = {name: section for name, section in sections.items() if name in transports}
         self.options = Options.load({"listen": f"127.0.0.1:{port}", "transports": transports, **given}, {})
         self.memory = np.zeros(512, dtype=np.uint8)
@@ -100,8 +99,7 @@ def test_tcp_takes_the_place_of_a_peer_that_nixl_cannot_reach(
     name: str, sections: Any, sides: list[Side], caplog: pytest.LogCaptureFixture
 ) -> None:
     """The consumer advertises a port of the bell at which nobody listens."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        nobody = probe.getsockname()[1]
+    (nobody,) = free_ports(1)
     wrong = {name: {**sections[name], "advertise_port": nobody}}
     sides += [Side([name, "tcp"], sections), Side([name, "tcp"], wrong)]
     push(sides[0], sides[1], "a")

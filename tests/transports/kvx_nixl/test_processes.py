@@ -20,6 +20,7 @@ from kvx import plugins
 from kvx.bench.child import Child
 from kvx.bench.slab import Slab
 from kvx.bench.target import INITIATOR, STAMPS, info
+from kvx.cluster import wait_stopped
 from kvx.core.events import OpDone, OpFailed
 from kvx.core.model import Op, Peer, Reason
 from kvx_nixl.transport import NixlTransport
@@ -29,6 +30,7 @@ LIMIT_S = 60.0
 BIG = 64 << 20
 SMALL = 64 << 10
 ROUNDS = 100
+QUIET_S = 0.5
 
 
 class There:
@@ -104,11 +106,16 @@ class Here:
         return op_id
 
     def stopped(self, there: There, op: Op) -> int:
-        """The same, of a peer that was stopped in its midst; one that was too fast is done again."""
+        """The same, of a peer that was stopped in its midst; one that was too fast is done again.
+
+        What the peer had sent before may end an operation a moment later.
+        """
         for _ in range(20):
             op_id = self.moving(there, op)
             there.signal(signal.SIGSTOP)
-            self.poll(lambda: True)
+            wait_stopped(there.child.pid)
+            end = time.monotonic() + QUIET_S
+            self.poll(lambda: op_id in self.ended or time.monotonic() > end)  # noqa: B023
             if op_id not in self.ended:
                 return op_id
             there.signal(signal.SIGCONT)
