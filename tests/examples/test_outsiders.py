@@ -153,16 +153,16 @@ def test_one_outsider_moves_the_cache_of_the_other(outsiders: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(NEEDS_S)
 def test_unlike_engines_refuse_one_another_and_compute_by_themselves(outsiders: Path, tmp_path: Path) -> None:
-    env = {**os.environ, "PYTHONPATH": str(outsiders), "OPENBLAS_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
-    command = [sys.executable, str(Path(__file__).with_name("two_engines.py")), "reference", "abacus"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=NEEDS_S - 60, check=False)
+    file = tmp_path / "interop.json"
+    done = kvx(outsiders, "conformance", "interop", "reference", "abacus", "--json", str(file))
     assert done.returncode == 0, done.stderr
-    rows = json.loads(done.stdout)
-    assert len(rows) == 8
-    for row in rows:
-        like = row["prefill"] == row["decode"]
-        assert (row["equal"], row["ok"], row["reason"]) == (True, like, None if like else "layout"), row
-        assert like or "model" in row["detail"], row
+    pairs = json.loads(file.read_text())["pairs"]
+    assert len(pairs) == 8
+    for pair in pairs:
+        like = pair["producer"] == pair["consumer"]
+        found = (pair["verdict"], pair["reason"], pair["tokens_equal"])
+        assert found == (("joined", "", True) if like else ("refused", "layout", True)), pair
+        assert like or "variant: " in pair["detail"], pair
 
 
 BROKEN = {

@@ -11,9 +11,10 @@ import tomllib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from kvx import plugins
 from kvx import report as output
 from kvx.core.errors import ConfigError, PluginError
-from kvx_conformance.suite import markdown, page, report, self_test, standard
+from kvx_conformance.suite import interop, markdown, page, report, self_test, standard
 from kvx_conformance.suite.case import CASES, Case, Profile
 from kvx_conformance.suite.progress import Progress
 from kvx_conformance.suite.runner import SUITE, Run, ends_on_term, perform
@@ -31,6 +32,7 @@ examples:
   kvx conformance run --transport tcp --only KVX-TRN --verbose
   kvx conformance run --adapter reference --junit report.xml
   kvx conformance list --profile soak --strict
+  kvx conformance interop vllm reference --same-model
   kvx conformance self-test
 
 exit status: 0 it holds, 1 a case fails, breaks or was not exercised, 2 usage or configuration, 130 interrupted
@@ -131,6 +133,25 @@ def _self_test(options: argparse.Namespace) -> int:
     return int(not content["holds"])
 
 
+def _interop(options: argparse.Namespace) -> int:
+    started = time.monotonic()
+    cells = interop.perform(options.engines, options.seed, _say, same_model=options.same_model)
+    content = output.document(
+        "conformance.interop",
+        {
+            "suite": standard.VERSION,
+            "seed": options.seed,
+            "same_model": options.same_model,
+            "engines": {name: plugins.load().driver(name).installed() for name in options.engines},
+            "holds": all(cell.holds for cell in cells),
+            "pairs": [cell.fields() for cell in cells],
+            "seconds": round(time.monotonic() - started, 3),
+        },
+    )
+    _emit(options.json, content, [interop.line(cell) for cell in cells])
+    return int(not content["holds"])
+
+
 def _load(modules: Sequence[str], exempt: Collection[str]) -> tuple[str, ...]:
     """Define all cases, and look that the standard ones are what they were. Raises PluginError and ConfigError."""
     every = (*SUITE, *modules)
@@ -217,6 +238,23 @@ def _parser() -> argparse.ArgumentParser:
 
     shown = commands.add_parser("list", help="show the cases without running them")
     shown.set_defaults(call=_list)
+
+    pairs = commands.add_parser(
+        "interop",
+        help="let engines' servers prefill for one another: which take over, which refuse, and why",
+        description=interop.__doc__,
+        epilog="example:\n  kvx conformance interop vllm reference --same-model --json interop.json",
+        formatter_class=_FORM,
+    )
+    pairs.set_defaults(call=_interop)
+    pairs.add_argument("engines", nargs="+", metavar="ENGINE", help="as `kvx doctor` shows them")
+    pairs.add_argument(
+        "--same-model",
+        action="store_true",
+        help="all serve the small model of the first engine (default: each its own)",
+    )
+    pairs.add_argument("--seed", type=int, default=1, metavar="N", help="of the prompts (default 1)")
+    output.add_json_argument(pairs)
 
     proof = commands.add_parser(
         "self-test",

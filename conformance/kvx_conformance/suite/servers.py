@@ -78,8 +78,12 @@ class Servers:
         return self._tokens((router or self.router).url, prompt)
 
     def alone(self, prompt: Sequence[int]) -> list[int]:
-        """The tokens of a single instance: of the decode server, or of one without kvx."""
-        return self._tokens((self.single or self.decode.child).url, prompt)
+        """The tokens of a single instance: of one without kvx, or of a server that has only what it computed itself.
+
+        The decode server, which may have kept what came to it, is asked where the prefill server lives no more.
+        """
+        lives = self.prefill.child.running
+        return self._tokens((self.single or (self.prefill if lives else self.decode).child).url, prompt)
 
     def start(self, prompt: Sequence[int]) -> Client:
         """A client that has sent its request and waits."""
