@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -22,7 +23,7 @@ LOOK_LIMIT_S = 30.0
 FAILURES = 3
 """So many failed legs in a row, and an instance rests although it answers when it is looked at."""
 REST_S = 10.0
-"""How long it then serves only where nobody else can, before it is looked at again."""
+"""How long after its last failure it serves only where nobody else can, unless it works there."""
 
 
 @frozen
@@ -72,6 +73,7 @@ class Instance:
     open: int = 0
     resting: bool = False
     _failures: int = 0
+    _failed_at: float = 0.0
     _doubt: asyncio.Event = field(factory=asyncio.Event)
 
     def candidate(self) -> Candidate:
@@ -106,6 +108,7 @@ class Instance:
         """A leg met trouble here: look at once. While it is `down` no request is sent to it."""
         self.note = note
         self._failures += 1
+        self._failed_at = time.monotonic()
         if down:
             self.up = False
         if self._failures >= FAILURES:
@@ -121,13 +124,10 @@ class Instance:
         """Look again and again, until cancelled; `changed` is called after each look."""
         while True:
             self._doubt.clear()
-            rested = self.resting
-            if rested:
-                await asyncio.sleep(REST_S)
             try:
                 await self._look(lookout)
                 self.up = True
-                if rested:
+                if self.resting and self._rest_left() <= 0:
                     self.worked()
             except TooSlow as error:  # busy is not gone, as long as it has answered before
                 self.note = str(error)
@@ -135,10 +135,18 @@ class Instance:
                 self.up, self.note, self.draining = False, str(error), False  # who comes back is a new process
             lookout.changed()
             try:
-                async with asyncio.timeout(LOOK_S if self.up else RETRY_S):
+                async with asyncio.timeout(self._pause()):
                     await self._doubt.wait()
             except TimeoutError:
                 continue
+
+    def _rest_left(self) -> float:
+        return self._failed_at + REST_S - time.monotonic()
+
+    def _pause(self) -> float:
+        if not self.up:
+            return RETRY_S
+        return min(LOOK_S, max(0.0, self._rest_left())) if self.resting else LOOK_S
 
     async def _look(self, lookout: Lookout) -> None:
         if self.probing:

@@ -120,3 +120,43 @@ def test_who_fails_again_and_again_rests_until_it_works() -> None:
     assert not one.candidate().resting
     one.failed("once more", down=False)  # what it failed before does not count any more
     assert not one.resting
+
+
+def test_who_comes_back_serves_at_once_where_nobody_else_can(
+    world: Any, fake: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several legs break when an instance dies: it rests then, and alone in its pool it is needed all the same."""
+    monkeypatch.setattr("kvx.router.pool.RETRY_S", 0.02)
+    monkeypatch.setattr("kvx.router.pool.REST_S", 3600.0)
+
+    async def scenario() -> None:
+        held = Held()
+        async with world(Mode.PULL, [fake("p")], [fake("d", held)]) as w:
+            requests = [asyncio.create_task(w.complete()) for _ in range(FAILURES)]
+            await w.until(lambda: len(w.decode[0].bodies) == FAILURES)
+            port = int(w.decode[0].url.rpartition(":")[2])
+            await w.decode[0].stop()
+            assert all(status >= 500 for status, _ in await asyncio.gather(*requests))
+            (instance,) = w.router.dispatcher.pools.decode
+            assert instance.resting
+            await w.decode[0].start(port)
+            held.go_on.set()
+            await w.until(lambda: instance.up)
+            assert (await w.complete())[0] == 200
+            await w.until(lambda: not instance.resting)  # it has worked
+
+    asyncio.run(scenario())
+
+
+def test_a_rest_ends_when_its_time_is_over(world: Any, fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvx.router.pool.REST_S", 0.02)
+
+    async def scenario() -> None:
+        async with world(Mode.PULL, [fake("p")], [fake("d")]) as w:
+            (instance,) = w.router.dispatcher.pools.decode
+            for _ in range(FAILURES):
+                instance.failed("it failed", down=False)
+            assert instance.resting
+            await w.until(lambda: not instance.resting)
+
+    asyncio.run(scenario())
