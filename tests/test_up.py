@@ -177,6 +177,8 @@ def test_a_cluster_serves_survives_a_kill_and_leaves_nothing(
         (["router", "--prefill", "http://p=nowhere", "--decode", "http://d"], "'nowhere' is not HOST:PORT"),
         (["router", "--prefill", "http://p", "--prefill", "http://p/", "--decode", "http://d"], "have the same URL"),
         (["router", "--prefill", "http://p", "--decode", "http://p"], "http://p stands in both pools"),
+        (["router", "--pools", "/nowhere.toml"], "pool file /nowhere.toml: "),
+        (["router", "--pools", "/nowhere.toml", "--decode", "http://d"], "give either it or --prefill and --decode"),
         (["router", "--host", "0.0.0.0", "--prefill", "http://p", "--decode", "http://d"], "beyond loopback"),
         (["router", "--api-key-file", "/nowhere", "--prefill", "http://p", "--decode", "http://d"], "cannot be read"),
         (["router", "--engine", "nope", "--prefill", "http://p", "--decode", "http://d"], "no engine 'nope'"),

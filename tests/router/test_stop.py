@@ -1,4 +1,4 @@
-"""A router and reference servers as processes: what a signal to the router and `kvx drain` of an instance do."""
+"""A router and reference servers as processes: what a signal, `kvx drain` of an instance and the pool file do."""
 
 from __future__ import annotations
 
@@ -180,6 +180,40 @@ def test_requests_go_elsewhere_when_an_operator_drains_an_instance(place: Site, 
     after = told()
     served = [after[node.url]["requests"] - before[node.url]["requests"] for node in (*prefill, *decode)]
     assert served == [0, 8, 8, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_instances_come_and_go_as_the_pool_file_says(place: Site, tmp_path: Path) -> None:
+    nodes = [place.engine(name) for name in ("prefill", "decode-0", "decode-1")]
+    file = tmp_path / "pools.toml"
+
+    def write(*decode: Node) -> None:
+        lists = {"prefill": [nodes[0].url], "decode": [node.url for node in decode]}
+        new = file.with_suffix(".new")
+        new.write_text("".join(f"{name} = {json.dumps(urls)}\n" for name, urls in lists.items()))
+        new.replace(file)
+
+    def serving() -> set[str]:
+        return {one["url"] for one in ask(child.url, "/status")[1]["decode"] if one["up"]}
+
+    def decodes_at(node: Node) -> None:
+        before = ask(node.url, "/stats")[1]["counters"].get("loads", 0)
+        body = {"model": place.model, "prompt": list(range(3, 60)), "max_tokens": 2, "temperature": 0}
+        status, answer, _ = ask(child.url, "/v1/completions", body)
+        assert status == 200, answer
+        assert ask(node.url, "/stats")[1]["counters"].get("loads", 0) == before + 1
+
+    write(nodes[1])
+    child = router(place, [], [], "--pools", str(file))
+    place.wait_ready()
+    for node in (nodes[1], nodes[2]):
+        write(node)
+        until(lambda node=node: serving() == {node.url})
+        decodes_at(node)
+    file.write_text("decode = [")
+    until(lambda: ask(child.url, "/status")[1]["pool_file"]["error"])
+    decodes_at(nodes[2])
 
 
 def test_what_is_open_ends_and_nothing_else_begins(world: Any, fake: Any) -> None:
