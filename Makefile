@@ -56,7 +56,7 @@ fuzz: env ## hostile bytes and peers; INPUTS=1000000 make fuzz for a long run
 test-engines: env env-vllm env-nixl env-sglang ## real servers of vLLM and SGLang, and NIXL, on this machine's CPUs
 	$(PY) .ci/interfaces --newest
 	$(NIXL) $(PYTEST) $(RUN)/test-engines-nixl.xml -m "nixl and not slow" tests/transports/kvx_nixl
-	$(VLLM) $(PYTEST) $(RUN)/test-engines-vllm.xml -m "vllm and not soak" tests/engines tests/adapters
+	$(VLLM) $(PYTEST) $(RUN)/test-engines-vllm.xml -m "vllm and not slow and not soak" tests/engines tests/adapters
 	$(SGLANG) $(PYTEST) $(RUN)/test-engines-sglang.xml -m "sglang and not slow and not soak" tests/engines tests/adapters
 
 test-previous: env-vllm-previous ## a pair of the release of vLLM before

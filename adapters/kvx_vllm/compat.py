@@ -14,12 +14,24 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.request import RequestStatus
 
 from kvx.core.errors import ConfigError
-from kvx_vllm.layout import CacheTensor, GroupFacts, ModelFacts
-from kvx_vllm.records import Scheduled, Traits
+from kvx_vllm.layout import (
+    FULL_ATTENTION,
+    LATENT_ATTENTION,
+    SLIDING_WINDOW,
+    CacheTensor,
+    GroupFacts,
+    ModelFacts,
+)
+from kvx_vllm.records import Group, Scheduled, Traits
 
 # vLLM names sequences of one request 0_ID, 1_ID, and the prompts of one completion cmpl-ID-0-SUFFIX, cmpl-ID-1-SUFFIX.
 _CHILD = re.compile(r"(\d+)_")
 _BATCHED = re.compile(r"(?:\d+_)?cmpl-.*-(\d+)-[0-9a-f]{8}$")
+_KINDS = {
+    "FullAttentionSpec": FULL_ATTENTION,
+    "MLAAttentionSpec": LATENT_ATTENTION,
+    "SlidingWindowSpec": SLIDING_WINDOW,
+}
 _COMPLETED = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
 
@@ -48,9 +60,7 @@ def group_facts(kv_cache_config: Any) -> list[GroupFacts]:
     facts = []
     for group in kv_cache_config.kv_cache_groups:
         spec = group.kv_cache_spec
-        kind = type(spec).__name__
-        if kind == "FullAttentionSpec" and spec.sliding_window is None and spec.attention_chunk_size is None:
-            kind = "full_attention"
+        kind = _kind(spec) or type(spec).__name__
         if not group.enable_kv_transfer or group.host_resident:
             raise ConfigError(f"vLLM keeps caches of kind {kind} out of transfers: kvx does not support this model")
         heads = getattr(spec, "num_heads", 0)
@@ -58,8 +68,22 @@ def group_facts(kv_cache_config: Any) -> list[GroupFacts]:
     return facts
 
 
-def block_sizes(kv_cache_config: Any) -> list[int]:
-    return [int(group.kv_cache_spec.block_size) for group in kv_cache_config.kv_cache_groups]
+def _kind(spec: Any) -> str | None:
+    """Which kind of cache this is, where it has nothing beyond that kind.
+
+    Without its hybrid manager vLLM keeps all tokens of a layer with a window: that is full attention for kvx.
+    """
+    beyond = getattr(spec, "attention_chunk_size", None) or getattr(spec, "extra_retained_tokens", 0)
+    return None if beyond else _KINDS.get(type(spec).__name__)
+
+
+def groups(kv_cache_config: Any) -> list[Group]:
+    found = []
+    for group in kv_cache_config.kv_cache_groups:
+        spec = group.kv_cache_spec
+        window = int(spec.sliding_window) if _kind(spec) == SLIDING_WINDOW else None
+        found.append(Group(int(spec.block_size), window))
+    return found
 
 
 def model_facts(vllm_config: Any, kv_cache_config: Any) -> ModelFacts:
@@ -89,11 +113,14 @@ def data_parallel(vllm_config: Any) -> tuple[int, int]:
 
 
 def _model(model_config: Any) -> str:
-    """Architecture and a digest of its configuration: paths and names of folders differ between machines."""
+    """Architecture and a digest of its configuration.
+
+    Paths and names of folders differ between machines; the window that vLLM really uses is named by `_variant`.
+    """
     config = {
         key: value
         for key, value in model_config.hf_config.to_dict().items()
-        if key not in ("_name_or_path", "transformers_version")
+        if key not in ("_name_or_path", "transformers_version", "sliding_window")
     }
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:16]
     names = config.get("architectures") or [str(config.get("model_type"))]
@@ -101,14 +128,17 @@ def _model(model_config: Any) -> str:
 
 
 def _variant(vllm_config: Any, kv_cache_config: Any) -> str:
-    """Attention backends, the cache's type, and on CPUs the instruction set that packs keys and values."""
+    """Attention backends, the cache's type, and on CPUs the instruction set that packs keys and values; windows."""
     context = vllm_config.compilation_config.static_forward_context
     layers = [layer for group in kv_cache_config.kv_cache_groups for layer in group.layer_names]
     backends = {context[name].get_attn_backend().get_name() for name in layers}
     isas = {str(getattr(context[name], "isa", "")) for name in layers}
     capability = torch.backends.cpu.get_cpu_capability()
     cache_dtype = vllm_config.cache_config.cache_dtype
-    return f"vllm {'+'.join(sorted(backends))} {'+'.join(sorted(isas))} {capability} {cache_dtype}"
+    windows = {getattr(context[name], "sliding_window", None) for name in layers}
+    shown = "+".join(sorted(str(window or "none") for window in windows))
+    text = f"vllm {'+'.join(sorted(backends))} {'+'.join(sorted(isas))} {capability} {cache_dtype}"
+    return f"{text} window {shown}" if any(windows) else text
 
 
 def agree_on_epoch() -> int:

@@ -155,7 +155,7 @@ class KvxConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._scheduler_half = SchedulerHalf(
             options,
             identity,
-            compat.block_sizes(self._kv_cache_config),
+            compat.groups(self._kv_cache_config),
             PoolPins(self._pool),
             partial(read_ticket, options),
             partial(make_ticket, options, epoch=identity.epoch, lease_s=options.lease_s),

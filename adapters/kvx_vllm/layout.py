@@ -1,10 +1,12 @@
 """vLLM's KV cache tensors as kvx's Regions and Layout.
 
-Known is what vLLM 0.32 allocates for full attention on CPUs: `[blocks, kv_heads, block_size,
-2 * head_size]`, a block contiguous, all layers views into few storages. Inside of a head the
-backend packs keys and values as its instruction set likes, so a block is never cut between
-tokens, and backend and instruction set are part of the layout's `variant`. Anything else is
-refused with a sentence: moving bytes that were misread would be worse than not starting.
+Known is what vLLM 0.32 allocates for attention on CPUs: `[blocks, kv_heads, block_size, width]`,
+a block contiguous, all layers views into few storages. With full attention a head is 2 * head_size
+wide, and inside of it the backend packs keys and values as its instruction set likes, so a block is
+never cut between tokens, and backend and instruction set are part of the layout's `variant`. With
+multi-head latent attention (MLA, as DeepSeek) the one head is the latent, which every rank holds
+whole. Anything else is refused with a sentence: moving bytes that were misread would be worse than
+not starting.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from kvx.core.errors import ConfigError
 from kvx.core.model import CacheGroup, LayerSpec, Layout, Packing, Region
 
 FULL_ATTENTION = "full_attention"
+LATENT_ATTENTION = "latent_attention"
+SLIDING_WINDOW = "sliding_window"
 
 
 @frozen
@@ -42,6 +46,11 @@ class GroupFacts:
     layers: tuple[str, ...]
     block_size: int
     heads: int
+
+    @property
+    def replicated(self) -> bool:
+        """Whether all ranks hold the same bytes."""
+        return self.kind == LATENT_ATTENTION
 
 
 @frozen
@@ -77,8 +86,9 @@ def describe(
             group.block_size,
             tuple(_layer(name, tensors[name], group, facts, index_of) for name in group.layers),
             group.heads,
-            facts.total_heads,
+            group.heads if group.replicated else facts.total_heads,
             Packing.HEADS,
+            group.replicated,
         )
         for index, group in enumerate(groups)
     )
@@ -99,16 +109,18 @@ def describe(
 def _layer(
     name: str, tensor: CacheTensor, group: GroupFacts, facts: ModelFacts, index_of: Mapping[int, int]
 ) -> LayerSpec:
-    if group.kind != FULL_ATTENTION:
-        raise ConfigError(f"layer {name} has a KV cache of kind {group.kind}: kvx for vLLM moves full attention only")
+    if group.kind not in (FULL_ATTENTION, LATENT_ATTENTION, SLIDING_WINDOW):
+        raise ConfigError(
+            f"layer {name} has a KV cache of kind {group.kind}: "
+            "kvx for vLLM moves full, sliding-window and multi-head latent attention only"
+        )
     if tensor.device != "cpu":
         raise ConfigError(f"layer {name} has its KV cache on {tensor.device}: this version moves host memory only")
     wanted = (facts.num_blocks, group.heads, group.block_size)
     if len(tensor.shape) != 4 or tensor.shape[:3] != wanted:
-        raise ConfigError(
-            f"layer {name} has a KV cache of shape {list(tensor.shape)}, expected {[*wanted, '2 * head_size']}"
-        )
-    inner = tuple(zip(tensor.shape[1:], tensor.strides[1:], strict=True))
+        raise ConfigError(f"layer {name} has a KV cache of shape {list(tensor.shape)}, expected {[*wanted, 'width']}")
+    # Of one head the stride means nothing.
+    inner = [(size, stride) for size, stride in zip(tensor.shape[1:], tensor.strides[1:], strict=True) if size > 1]
     if inner[-1][1] != 1 or any(outer[1] != below[0] * below[1] for outer, below in pairwise(inner)):
         raise ConfigError(f"layer {name}: blocks of its KV cache are not contiguous (strides {list(tensor.strides)})")
     block_bytes = group.heads * group.block_size * tensor.shape[3] * tensor.itemsize

@@ -59,6 +59,26 @@ PLAIN = Traits()
 
 
 @frozen
+class Group:
+    """A KV cache group: how many tokens a block has, and how many of the last tokens its layers look back to.
+
+    Blocks are counted from the first token. `window` None: all tokens.
+    """
+
+    block_size: int
+    window: int | None = None
+
+    def begin(self, tokens: int) -> int:
+        """The first block that the token after `tokens` looks at: vLLM has let go of those before it."""
+        behind = 0 if self.window is None else max(0, tokens - self.window + 1)
+        return behind // self.block_size
+
+    def end(self, tokens: int) -> int:
+        """The block behind those of `tokens`."""
+        return -(-tokens // self.block_size)
+
+
+@frozen
 class Scheduled:
     """One request of a step: its tokens before and in this step, and its whole block table."""
 
@@ -114,10 +134,11 @@ class Send:
 
     transfer: Transfer | Fault | None
     prompt: int
+    """How many of the prompt's tokens are handed over."""
     ready: list[int]
-    """Per group, how many blocks were handed over (push)."""
+    """Per group, the first block that was not handed over yet (push)."""
     digest: str = ""
-    """Of the prompt's tokens (push)."""
+    """Of these tokens (push)."""
     last: bool = False
     dropped: bool = False
     """Nothing more is staged: aborted, preempted or failed."""

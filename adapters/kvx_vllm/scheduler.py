@@ -40,6 +40,7 @@ from kvx_vllm.records import (
     PLAIN,
     BlockPins,
     EngineRequest,
+    Group,
     Identity,
     Load,
     MakeTicket,
@@ -55,16 +56,13 @@ logger = logging.getLogger("vllm.kvx.scheduler")
 
 
 class SchedulerHalf:
-    """See the module. Every method is called by vLLM's scheduler, in its one thread.
-
-    `block_sizes` are those of the KV cache groups, in tokens.
-    """
+    """See the module. Every method is called by vLLM's scheduler, in its one thread."""
 
     def __init__(
         self,
         options: Options,
         identity: Identity,
-        block_sizes: Sequence[int],
+        groups: Sequence[Group],
         pins: BlockPins,
         read_ticket: ReadTicket,
         make_ticket: MakeTicket,
@@ -72,7 +70,7 @@ class SchedulerHalf:
     ) -> None:
         self._options = options
         self._identity = identity
-        self._sizes = tuple(block_sizes)
+        self._groups = tuple(groups)
         self._pins = pins
         self._read_ticket = read_ticket
         self._make_ticket = make_ticket
@@ -131,8 +129,17 @@ class SchedulerHalf:
         transfer = Transfer(wish.transfer, wish.mode, Role.CONSUMER, request.request_id, wish.ticket, wish.address)
         self._transfers[transfer.id] = transfer
         self._events.append(Claim(transfer.id, transfer.mode, ticket=wish.ticket, address=wish.address))
-        tokens = wish.load(prompt)
-        return Load(transfer, prompt, tokens, _digest(request, tokens) if wish.mode is Mode.PUSH else "")
+        push = wish.mode is Mode.PUSH
+        tokens = self._handed(wish.load(prompt)) if push else min(wish.load(prompt), self._handed(prompt))
+        return Load(transfer, prompt, tokens, _digest(request, tokens) if push else "")
+
+    def _handed(self, tokens: int) -> int:
+        """Of how many tokens the blocks are handed over, when these were computed.
+
+        The consumer computes the last token again. Its window begins one token before that of the token
+        after it, which is all that vLLM would keep: so with windows it is left out from the start.
+        """
+        return max(1, tokens - 1) if any(group.window for group in self._groups) else tokens
 
     def _refusal(self, request: EngineRequest, wish: Consume) -> Fault | None:
         if self._is_used(wish.transfer):
@@ -149,19 +156,20 @@ class SchedulerHalf:
         return transfer in self._transfers or transfer in self._used
 
     def _new_send(self, request: EngineRequest, wish: Produce | Fault) -> Send:
-        ready = [0] * len(self._sizes)
+        prompt = self._handed(request.num_prompt_tokens)
+        ready = [group.begin(prompt) for group in self._groups]
         if isinstance(wish, Produce) and self._is_used(wish.transfer):
             wish = used_before(wish.transfer)
         if isinstance(wish, Fault):
             logger.warning("kvx: request %s is not offered: %s", request.request_id, wish.detail)
             self.tally.refused(wish.reason)
-            return Send(wish, request.num_prompt_tokens, ready)
+            return Send(wish, prompt, ready)
         if wish.mode is Mode.PULL:
-            return Send(None, request.num_prompt_tokens, ready)
+            return Send(None, prompt, ready)
         transfer = Transfer(wish.transfer, Mode.PUSH, Role.PRODUCER, request.request_id)
         self._transfers[transfer.id] = transfer
         self._events.append(Claim(transfer.id, Mode.PUSH))
-        return Send(transfer, request.num_prompt_tokens, ready, _digest(request, request.num_prompt_tokens))
+        return Send(transfer, prompt, ready, _digest(request, prompt))
 
     # ------------------------------------------------------------ a consumer's request gets its blocks
 
@@ -192,13 +200,10 @@ class SchedulerHalf:
             return
         local = load.tokens - external
         # Only the prompt's blocks: vLLM may have allocated slots beyond it (look-ahead).
-        first = tuple(local // size if external else -(-load.tokens // size) for size in self._sizes)
-        table = BlockTable.of(
-            *(
-                group[start : -(-load.tokens // size)]
-                for group, start, size in zip(blocks, first, self._sizes, strict=True)
-            )
-        )
+        end = [group.end(load.tokens) for group in self._groups]
+        start = [max(local // group.block_size, group.begin(load.tokens)) for group in self._groups]
+        first = tuple(start if external else end)
+        table = BlockTable.of(*(ids[a:b] for ids, a, b in zip(blocks, first, end, strict=True)))
         self._hand_over(transfer, table)
         if transfer.mode is Mode.PULL:
             part = Part(None, first, table)
@@ -222,7 +227,7 @@ class SchedulerHalf:
         for request_id in preempted:
             send = self._sends.get(request_id)
             # Nothing has left yet: it stages later. The last part is staged: it goes on, its blocks are pinned.
-            if send is not None and any(send.ready):
+            if send is not None and send.pushing is not None and send.pushing.handed:
                 self._drop(send, Reason.PREEMPTED)
         ready = []
         for item in scheduled:
@@ -240,9 +245,9 @@ class SchedulerHalf:
         """Push: the blocks that this step completes, those of a local prefix hit with the first of them."""
         done = min(item.computed + item.scheduled, send.prompt)
         send.last = done == send.prompt
-        full = [done // size for size in self._sizes]
-        end = [-(-done // size) for size in self._sizes] if send.last else full
         first = tuple(send.ready)
+        full = [max(done // group.block_size, at) for group, at in zip(self._groups, first, strict=True)]
+        end = [group.end(done) for group in self._groups] if send.last else full
         if end == send.ready and not send.last:
             return []
         groups = tuple(tuple(group[a:b]) for group, a, b in zip(item.blocks, first, end, strict=True))
@@ -390,8 +395,10 @@ class SchedulerHalf:
 
     def _offer(self, request: EngineRequest, blocks: Sequence[Sequence[int]]) -> dict[str, Any]:
         """Pull: expose the blocks and answer with the ticket, in upstream's keys and kvx's own."""
-        tokens = request.num_computed_tokens
-        table = BlockTable.of(*(g[: -(-tokens // size)] for g, size in zip(blocks, self._sizes, strict=True)))
+        tokens = self._handed(request.num_computed_tokens)
+        first = tuple(group.begin(tokens) for group in self._groups)
+        end = (group.end(tokens) for group in self._groups)
+        table = BlockTable.of(*(ids[a:b] for ids, a, b in zip(blocks, first, end, strict=True)))
         pins = self._pins
         if pins.held + len(table) > self._options.max_held_fraction * pins.total:
             detail = f"{pins.held} of {pins.total} blocks are held for transfers (option max_held_fraction)"
@@ -401,7 +408,6 @@ class SchedulerHalf:
         transfer = Transfer(secrets.token_hex(16), Mode.PULL, Role.PRODUCER, request.request_id, request_gone=True)
         self._transfers[transfer.id] = transfer
         self._hand_over(transfer, table)
-        first = (0,) * len(self._sizes)
         self._events.append(Expose(transfer.id, Mode.PULL, table, first, tokens, self._options.lease_s))
         ticket = self._make_ticket(transfer=transfer.id, first=first, blocks=table, tokens=tokens)
         return offer(ticket, prompt_digest(request.all_token_ids[:tokens]))

@@ -18,7 +18,7 @@ from kvx.core.errors import TransportError
 from kvx.engine import EngineInstance
 from kvx.instance import make_ticket, read_ticket
 from kvx_vllm.pins import PoolPins
-from kvx_vllm.records import Identity, Scheduled
+from kvx_vllm.records import Group, Identity, Scheduled
 from kvx_vllm.scheduler import SchedulerHalf
 from kvx_vllm.worker import WorkerHalf
 
@@ -72,7 +72,7 @@ class VllmSteps:
         self._scheduler = SchedulerHalf(
             options,
             Identity(epoch, self.layout.fingerprint()),
-            (BLOCK_TOKENS,),
+            (Group(BLOCK_TOKENS),),
             PoolPins(_Pool()),
             partial(read_ticket, options),
             partial(make_ticket, options, epoch=epoch, lease_s=options.lease_s),

@@ -327,10 +327,20 @@ def _mutated(options: Mapping[str, Any]) -> tuple[str, str]:
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("model")
-    subprocess.run((sys.executable, "-m", "kvx_vllm.tiny_model", str(folder)), check=True, timeout=300)
-    return str(folder)
+def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """A tiny model of a family of `kvx_vllm.tiny_model`: its folder."""
+
+    def make(family: str) -> str:
+        folder = str(tmp_path_factory.mktemp(family))
+        subprocess.run((sys.executable, "-m", "kvx_vllm.tiny_model", folder, "0", family), check=True, timeout=300)
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_model(make_model: Callable[[str], str]) -> str:
+    return make_model("full")
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,8 @@ import pytest
 from attrs import evolve
 
 from kvx.core.errors import ConfigError
-from kvx.core.model import Packing, Region
+from kvx.core.layout import Pair, pairs
+from kvx.core.model import Layout, Packing, Region
 from kvx_vllm.layout import CacheTensor, GroupFacts, ModelFacts, describe
 
 BLOCKS, HEADS, SIZE, WIDTH = 10, 4, 32, 64
@@ -80,6 +81,24 @@ def test_layers_without_a_cache_and_caches_without_a_group_are_refused() -> None
         describe({"a": tensor(0)}, [GROUP], FACTS)
     with pytest.raises(ConfigError, match="c belong to no KV cache group"):
         describe({**TENSORS, "c": tensor(0)}, [GROUP], FACTS)
+
+
+def test_a_latent_is_whole_on_every_rank_and_one_of_them_sends_it() -> None:
+    """As vLLM has it on a CPU: one head, whose stride is that of a token."""
+    size, width = 16, 576
+    strides = (size * width, width, width, 1)
+    latent = evolve(tensor(0), shape=(BLOCKS, 1, size, width), strides=strides)
+    group = GroupFacts("latent_attention", ("a",), size, 1)
+
+    def rank(number: int, ranks: int) -> Layout:
+        layout, _ = describe({"a": latent}, [group], evolve(FACTS, tp_rank=number, tp_size=ranks))
+        return layout
+
+    (described,) = rank(0, 2).groups
+    assert (described.replicated, described.heads, described.total_heads) == (True, 1, 1)
+    assert described.layers[0].block_bytes == size * width * 4
+    assert pairs(rank(0, 2), rank(0, 1)) == (Pair(0, 0, empty=False), Pair(1, 0, empty=True))
+    assert pairs(rank(0, 1), rank(0, 2)) == (Pair(0, 0, empty=False), Pair(0, 1, empty=False))
 
 
 def test_other_kinds_of_attention_are_refused() -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from attrs import frozen
 
 from kvx.core.errors import ConfigError, LayoutMismatch
 from kvx.core.layout import check
@@ -24,13 +25,24 @@ BLOCKS, HEADS, BLOCK, HEAD = 8, 4, 32, 32
 LAYERS = ("layer.0", "layer.1")
 DRAFT = ("draft.0",)
 OTHERS: dict[str, dict[str, Any]] = {
-    "SlidingWindowSpec": {"sliding_window": 128},
     "ChunkedLocalAttentionSpec": {"attention_chunk_size": 128},
-    "MLAAttentionSpec": {"num_kv_heads": 1},
+    "RSWASpec": {"rswa_window": 128},
 }
 """Kinds of vLLM's groups, and what each asks for beside the fields of all."""
 
 Record = Callable[[str, object], None]
+
+
+@frozen
+class Layer:
+    """What is asked of a layer of vLLM's."""
+
+    sliding_window: int | None
+
+    def get_attn_backend(self) -> Any:
+        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+        return CPUAttentionBackend
 
 
 @pytest.fixture(scope="module")
@@ -77,13 +89,13 @@ def caches(dtype: str = "float32", block: int = BLOCK, names: tuple[str, ...] = 
     return {name: torch.zeros((BLOCKS, HEADS, block, 2 * HEAD), dtype=getattr(torch, dtype)) for name in names}
 
 
-def described(groups: list[Any], tensors: dict[str, Any] | None = None) -> Layout:
+def described(groups: list[Any], tensors: dict[str, Any] | None = None, variant: str = "vllm") -> Layout:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from kvx_vllm import compat
 
     config = KVCacheConfig(BLOCKS, [], groups)
-    facts = ModelFacts("Llama/1", "vllm CPU_ATTN vec AVX512 auto", HEADS, BLOCKS)
+    facts = ModelFacts("Llama/1", variant, HEADS, BLOCKS)
     layout, _ = describe(compat.cache_tensors(tensors or caches()), compat.group_facts(config), facts)
     return layout
 
@@ -97,18 +109,47 @@ def test_full_attention_is_what_these_tests_would_accept() -> None:
 
 @pytest.mark.parametrize("kind", OTHERS)
 def test_a_group_of_another_kind(kind: str, record_property: Record) -> None:
-    with pytest.raises(ConfigError, match="moves full attention only") as refusal:
+    with pytest.raises(ConfigError, match="moves full, sliding-window and") as refusal:
         described([attention(kind, **OTHERS[kind])])
     assert kind in str(refusal.value)
     record_property("refusal", refusal.value)
 
 
-def test_a_model_with_two_kinds_of_groups(record_property: Record) -> None:
-    """As Gemma has them: full attention and a sliding window, which is one group too much."""
+def mixed() -> list[Any]:
+    """As Gemma has them: full attention and a sliding window."""
     full, window = attention("FullAttentionSpec"), attention("SlidingWindowSpec", sliding_window=128)
-    window.layer_names = ["layer.2"]
-    with pytest.raises(ConfigError, match=r"layer\.2 has a KV cache of kind SlidingWindowSpec") as refusal:
-        described([full, window], caches(names=(*LAYERS, "layer.2")))
+    full.layer_names, window.layer_names = ["layer.0"], ["layer.1"]
+    return [full, window]
+
+
+def test_the_hybrid_manager_on_one_side(record_property: Record) -> None:
+    """Without it vLLM keeps all tokens of a layer with a window, and all layers in one group."""
+    with_manager, without = described(mixed()), described([attention("FullAttentionSpec", sliding_window=128)])
+    check(with_manager, with_manager)
+    check(without, without)
+    with pytest.raises(LayoutMismatch, match="groups differs") as refusal:
+        check(with_manager, without)
+    record_property("refusal", refusal.value)
+
+
+def test_another_window_on_one_side(model: str, record_property: Record) -> None:
+    """The same weights, and one server told of another window: the bytes would fit, and mean something else."""
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from kvx_vllm import compat
+
+    config, groups = configured(model), mixed()
+    context = config.compilation_config.static_forward_context
+
+    def variant(window: int) -> str:
+        for name, looks_back in (("layer.0", None), ("layer.1", window)):
+            context[name] = Layer(looks_back)
+        return compat._variant(config, KVCacheConfig(BLOCKS, [], groups))
+
+    mine, other = (described(groups, variant=variant(window)) for window in (128, 256))
+    check(mine, mine)
+    with pytest.raises(LayoutMismatch, match=r"variant differs.*window 128\+none.*window 256\+none") as refusal:
+        check(mine, other)
     record_property("refusal", refusal.value)
 
 

@@ -12,7 +12,7 @@ from kvx.core.model import BlockTable, Grant, Mode, Part, Peer, Reason, Role
 from kvx.instance import make_ticket, read_ticket
 from kvx.params import prompt_digest
 from kvx_vllm.metadata import Ended, Plan, WorkerReport
-from kvx_vllm.records import Identity, Scheduled, Traits
+from kvx_vllm.records import Group, Identity, Scheduled, Traits
 from kvx_vllm.scheduler import SchedulerHalf
 from kvx_vllm.tally import merged, summary
 
@@ -59,12 +59,14 @@ class Pins:
 
 
 class Half(SchedulerHalf):
-    def __init__(self, options: Options = OPTIONS, *, ranks: int = 1, sizes: Sequence[int] = (BLOCK,)) -> None:
+    def __init__(
+        self, options: Options = OPTIONS, *, ranks: int = 1, groups: Sequence[Group] = (Group(BLOCK),)
+    ) -> None:
         self.pins = Pins()
         super().__init__(
             options,
             Identity(99, "f" * 32, ranks),
-            sizes,
+            groups,
             self.pins,
             lambda text: read_ticket(options, text),
             lambda **grant: make_ticket(options, epoch=99, lease_s=30.0, **grant),
@@ -403,7 +405,7 @@ def test_a_producers_own_prefix_hit_is_handed_over_too() -> None:
 
 
 def test_groups_of_different_block_sizes_keep_their_own_positions() -> None:
-    half = Half(sizes=(32, 64))
+    half = Half(groups=(Group(32), Group(64)))
     half.on_new_request(push_producer(tokens=100))
     (one,) = half.take(Scheduled("r1", 0, 70, ([1, 2, 3], [4, 5]))).ready
     assert (one.first, one.blocks, one.full) == ((0, 0), ((1, 2), (4,)), (2, 1))
