@@ -14,6 +14,7 @@ import pytest
 from aiohttp import web
 from attrs import define, field
 
+from kvx.cluster import free_ports
 from kvx.config import Options
 from kvx.core.model import Mode
 from kvx.dialect import CompletionsDialect
@@ -63,7 +64,8 @@ class Fake:
         app.router.add_post("/v1/chat/completions", self._complete)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", port)
+        # Not one of the kernel's choice, which somebody else may be given once this one has stopped.
+        site = web.TCPSite(self._runner, "127.0.0.1", port or free_ports(1)[0])
         await site.start()
         self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
 

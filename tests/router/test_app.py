@@ -340,7 +340,7 @@ def test_push_lets_the_decode_instance_decide(world: Any, fake: Any) -> None:
                 request = asyncio.create_task(w.complete())
                 await w.decode[0].asked.wait()
                 await w.prefill[0].asked.wait()
-                await asyncio.sleep(0.1)  # P's answer gets through
+                await w.until(lambda w=w: w.router.settings.prefill[0].open == 0)  # P's answer is there
                 go_on.set()
                 status, told = await request
                 assert status == expected
@@ -433,7 +433,7 @@ def test_round_robin_over_all(world: Any, fake: Any) -> None:
         async with world(Mode.PUSH, [fake("p0"), fake("p1")], [fake("d0"), fake("d1"), fake("d2")]) as w:
             names = [(await w.complete())[1]["choices"][0]["text"] for _ in range(6)]
             assert names == ["d0", "d1", "d2", "d0", "d1", "d2"]
-            assert [len(one.bodies) for one in w.prefill] == [3, 3]
+            await w.until(lambda: [len(one.bodies) for one in w.prefill] == [3, 3])
             told = await w.status()
             assert [one["requests"] for one in told["prefill"]] == [3, 3]
             assert [(one["requests"], one["open"]) for one in told["decode"]] == [(2, 0)] * 3
@@ -465,12 +465,12 @@ def test_every_wait_has_a_limit(
     world: Any, fake: Any, released: list[Any], mode: Mode, prefill: Any, decode: Any
 ) -> None:
     async def scenario() -> None:
-        limits = Limits(prefill_s=0.3, idle_s=0.3)
+        limits = Limits(prefill_s=1.5, idle_s=30.0) if prefill else Limits(prefill_s=30.0, idle_s=1.5)
         pools = [[fake(name, script) if script else fake(name)] for name, script in (("p", prefill), ("d", decode))]
         async with world(mode, *pools, limits=limits) as w:
             status, told = await w.complete()
             assert (status, told["error"]["type"]) == (504, "instance_timeout")
-            assert "0.3 s" in told["error"]["message"]
+            assert "1.5 s" in told["error"]["message"]
             slow = w.prefill[0] if prefill else w.decode[0]
             async with asyncio.timeout(20):
                 await slow.left.wait()  # it was told
@@ -565,6 +565,7 @@ def test_the_key_is_asked_for_and_shown(world: Any, fake: Any) -> None:
             right = {"Authorization": f"Bearer {key}", "X-Request-Id": "r1", "Cookie": "c"}
             async with w.client.post(f"{w.url}/v1/completions", json={"prompt": "x"}, headers=right) as answer:
                 assert answer.status == 200
+            await w.until(lambda: w.prefill[0].headers)
             for one in (*w.prefill, *w.decode):
                 assert one.headers[0]["Authorization"] == f"Bearer {key}"
                 assert one.headers[0]["X-Request-Id"] == "r1"

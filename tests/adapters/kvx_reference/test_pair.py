@@ -83,7 +83,7 @@ class Pair:
             self.prefill.post(DIALECT.prefill_leg(body, mode, transfer))
             return decoded.result()
 
-    def settle(self, limit_s: float = 40.0) -> bool:
+    def settle(self, limit_s: float = 80.0) -> bool:
         end = time.monotonic() + limit_s
         while time.monotonic() < end:
             if self.prefill.is_idle() and self.decode.is_idle():
@@ -136,7 +136,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pair(cluster: Cluster, folder: Path) -> Pair:
-    return start(cluster, folder, "--blocks", "160", max_held_fraction=1.0)
+    return start(cluster, folder, "--blocks", "640", max_held_fraction=1.0)
 
 
 @pytest.mark.parametrize("mode", Mode)
