@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 from kvx.core.model import Mode
@@ -70,7 +71,7 @@ def client_leaves(mode: Mode, context: Context) -> None:
             limit = bench.bound_s("an abort of an initiator whose operations do not end")
             free = until(partial(_nothing, bench, node), limit)
             context.check(free, f"{node.child.name} still holds {bench.open(node)} after {limit:g} s")
-        _serves(context, bench, later)
+        serves(context, bench, later)
 
 
 @each_mode(
@@ -100,11 +101,11 @@ def prefill_killed(mode: Mode, context: Context) -> None:
 def prefill_restarted(mode: Mode, context: Context) -> None:
     with servers(context, mode) as bench:
         first, second = bench.prompts([3 * bench.place.small.block_size + 1] * 2)
-        _serves(context, bench, first)
+        serves(context, bench, first)
         bench.kill(bench.prefill)
         bench.replace_prefill()
         _found_again(context, bench, [*first, *second])
-        _serves(context, bench, second)
+        serves(context, bench, second)
         context.check(bench.decode.child.running, "the decode server has ended")
 
 
@@ -124,7 +125,7 @@ def decode_restarted(mode: Mode, context: Context) -> None:
         comes_to_hold_nothing(context, bench, bench.prefill, bench.bound_s("the peer dies or stops in mid-transfer"))
         bench.replace_decode()
         _found_again(context, bench, [*first, *second])
-        _serves(context, bench, second)
+        serves(context, bench, second)
         context.check(bench.prefill.child.running, "the prefill server has ended")
 
 
@@ -138,22 +139,33 @@ def decode_restarted(mode: Mode, context: Context) -> None:
 def client_leaves_early(mode: Mode, context: Context) -> None:
     with servers(context, mode) as bench:
         first, left, later = bench.prompts([3 * bench.place.small.block_size] * 3)
-        _serves(context, bench, first)
+        serves(context, bench, first)
         target, other = (bench.decode, bench.prefill) if mode is Mode.PUSH else (bench.prefill, bench.decode)
-        for node in (target, other):
-            until(partial(_nothing, bench, node), bench.bound_s("an abort"))
-        counted = (target, other) if Feature.BLOCKS in context.features else ()
-        before = [bench.free_blocks(node) for node in counted]
-        with bench.standing_still(other):
+        with keeps_nothing(context, bench), bench.standing_still(other):
             client = bench.start(left)
             if not until(lambda: bench.open(target), SEEN_S * context.pace):
                 raise NotExercised(f"{target.child.name} has handed over nothing.")
             client.leave()
-        for node in (target, other):
-            comes_to_hold_nothing(context, bench, node, bench.bound_s("an abort"))
-        for node, due in zip(counted, before, strict=True):
-            has_its_blocks_back(context, bench, node, due, bench.bound_s("an abort"))
-        _serves(context, bench, later)
+        serves(context, bench, later)
+
+
+@contextmanager
+def keeps_nothing(context: Context, bench: Servers, failure: str = "an abort") -> Generator[None, None, None]:
+    """What happens inside of the block leaves no transfer open, and each block free that was free before.
+
+    `failure`: whose bound says by when.
+    """
+    both = (bench.prefill, bench.decode)
+    limit_s = bench.bound_s(failure)
+    for node in both:
+        until(partial(_nothing, bench, node), bench.bound_s("an abort"))
+    counted = both if Feature.BLOCKS in context.features else ()
+    before = [bench.free_blocks(node) for node in counted]
+    yield
+    for node in both:
+        comes_to_hold_nothing(context, bench, node, limit_s)
+    for node, due in zip(counted, before, strict=True):
+        has_its_blocks_back(context, bench, node, due, limit_s)
 
 
 def _held(bench: Servers, prompt: list[int]) -> Client:
@@ -189,7 +201,7 @@ def _found_again(context: Context, bench: Servers, prompt: list[int]) -> None:
     context.check(found, "no request gets to the server that has started again")
 
 
-def _serves(context: Context, bench: Servers, prompt: list[int]) -> None:
+def serves(context: Context, bench: Servers, prompt: list[int]) -> None:
     """The next request is served by a transfer."""
     bench.gate.unlink(missing_ok=True)
     before = bench.received()

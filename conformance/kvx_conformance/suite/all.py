@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvx_conformance.suite import (
     adapter,
     adapter_bytes,
+    adapter_leaving,
     adapter_many,
     protocol_ending,
     protocol_epochs,
@@ -29,6 +30,7 @@ __all__ = [
     "CASES",
     "adapter",
     "adapter_bytes",
+    "adapter_leaving",
     "adapter_many",
     "protocol_ending",
     "protocol_epochs",

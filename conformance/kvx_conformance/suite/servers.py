@@ -85,9 +85,9 @@ class Servers:
         lives = self.prefill.child.running
         return self._tokens((self.single or (self.prefill if lives else self.decode).child).url, prompt)
 
-    def start(self, prompt: Sequence[int]) -> Client:
+    def start(self, prompt: Sequence[int], *, max_tokens: int = demo.MAX_TOKENS, stream: bool = False) -> Client:
         """A client that has sent its request and waits."""
-        return Client.ask(self.router.url, self.place.model, prompt)
+        return Client.ask(self.router.url, self.place.model, prompt, max_tokens=max_tokens, stream=stream)
 
     def open(self, node: Node) -> dict[str, Any]:
         """The open transfers as an instance's status has them."""
@@ -171,9 +171,9 @@ class Client:
     connection: http.client.HTTPConnection
 
     @classmethod
-    def ask(cls, url: str, model: str, prompt: Sequence[int]) -> Client:
-        fixed = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
-        body = {"model": model, "prompt": list(prompt), "max_tokens": demo.MAX_TOKENS, **fixed}
+    def ask(cls, url: str, model: str, prompt: Sequence[int], *, max_tokens: int, stream: bool) -> Client:
+        fixed = {"temperature": 0, "ignore_eos": True, "return_token_ids": True, "stream": stream}
+        body = {"model": model, "prompt": list(prompt), "max_tokens": max_tokens, **fixed}
         parts = urlsplit(url)
         connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=demo.ANSWER_S)
         connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
@@ -183,11 +183,20 @@ class Client:
         """Close the connection without an answer."""
         self.connection.close()
 
-    def answer(self, limit_s: float) -> tuple[int, list[int]]:
-        """Status and tokens, at most `limit_s` seconds from now. Raises Finding where none comes."""
+    def first_event(self, limit_s: float) -> str:
+        """The first line of a streamed answer, at most `limit_s` seconds from now. Raises Finding where none comes."""
+        self._wait_at_most(limit_s)
+        with _guarded("the first event of a stream"):
+            return self.connection.getresponse().readline().decode()
+
+    def _wait_at_most(self, limit_s: float) -> None:
         sock = self.connection.sock
         assert isinstance(sock, socket.socket)
         sock.settimeout(limit_s)
+
+    def answer(self, limit_s: float) -> tuple[int, list[int]]:
+        """Status and tokens, at most `limit_s` seconds from now. Raises Finding where none comes."""
+        self._wait_at_most(limit_s)
         with _guarded("the answer to the client"), contextlib.closing(self.connection):
             response = self.connection.getresponse()
             content = response.read()
