@@ -295,6 +295,9 @@ def test_metrics_and_log_lines(bench: Any, servers: Servers, keep: Any) -> None:
     bench.serve(prefill, decode, bench.completion(prompt), Mode.PUSH, transfer=transfer)
     refused = {"do_remote_prefill": True, "kvx": {"ticket": "kvx1.AAAA"}}
     decode.post({**bench.completion(prompt), "kv_transfer_params": refused})
+    for instance, name, role in ((decode, "decode", "consumer"), (prefill, "prefill", "producer")):
+        due = before[name][good % role] + 1
+        assert bench.until(lambda: instance.metrics()[good % role] == due, 10), name  # noqa: B023
     after = {"decode": decode.metrics(), "prefill": prefill.metrics()}
     shown = {key: {name: value for name, value in one.items() if "kvx" in name} for key, one in after.items()}
     keep("vllm_metrics", shown)
@@ -356,6 +359,7 @@ def test_beside_vllms_offloading_connector(bench: Any, servers: Servers, keep: A
         connection.request("POST", "/reset_prefix_cache")
         assert connection.getresponse().status == 200
     again = multi.post(body)
+    bench.until(lambda: multi.metrics()[hits] - before >= 256, 10)
     found = multi.metrics()[hits] - before
     # Both have the first blocks now: kvx comes first in the list, and what it brings is not asked of the other.
     third = bench.serve(servers.prefill, multi, bench.completion(prompt[:280] + other), mode).decode
@@ -368,5 +372,5 @@ def test_beside_vllms_offloading_connector(bench: Any, servers: Servers, keep: A
     assert third.tokens == servers.wanted(bench.completion(prompt[:280] + other))
     assert third.kvx["ok"] is True
     good = f'vllm:kvx_transfers_total{{mode="{mode.value}",outcome="ok",role="consumer"}}'
-    assert multi.metrics()[good] >= 2
+    assert bench.until(lambda: multi.metrics()[good] >= 2, 10)
     assert bench.until(lambda: multi.blocks() == EMPTY, 20)

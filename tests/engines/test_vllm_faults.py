@@ -373,8 +373,10 @@ def test_a_producer_killed_before_during_and_after_transfers(bench: Any, trio: T
 
     with ThreadPoolExecutor(6) as pool:
         late_pull = pulled("late pull")
-        answers = {"after": pool.submit(decode.post, pulled("after"))}
-        assert bench.until(lambda: any(end["ok"] for end in list(decode.outcomes().values())[-1:]), 10)
+        leg = pulled("after")
+        answers = {"after": pool.submit(decode.post, leg)}
+        pull = parse_ticket(leg["kv_transfer_params"]["kvx"]["ticket"]).grant.transfer
+        assert bench.until(lambda: decode.outcomes().get(pull, {}).get("ok"), 10), decode.status()
         trio.turn("prefill", "hold", on=True)
         transfer, leg = pushed("push")
         answers["push"] = pool.submit(decode.post, leg)
