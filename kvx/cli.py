@@ -7,15 +7,16 @@ import importlib.metadata
 import json
 import logging
 import sys
-import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from attrs import asdict
 
-from kvx import __version__, demo, doctor, drift, plugins, report, up
+from kvx import __version__, demo, doctor, drift, plugins, up
 from kvx.address import format_address
+from kvx.arguments import Command, add_command, count, emit, pair, port, seconds
+from kvx.bench import command as bench
 from kvx.config import Options
 from kvx.core import wire
 from kvx.core.errors import ConfigError, KvxError, PluginError, RemoteProtocolError
@@ -27,7 +28,6 @@ from kvx.traffic import families
 
 COMMANDS = "kvx.commands"
 """Entry-point group of further commands: callables `(argv: list[str]) -> int`."""
-Command = Callable[[argparse.Namespace], int]
 
 _ABOUT = """\
 kvx moves the KV cache of LLM requests between prefill and decode instances.
@@ -87,16 +87,16 @@ def _parser(further: Sequence[str]) -> argparse.ArgumentParser:
     for name in further:
         commands.add_parser(name, help=f"see `kvx {name} --help`", add_help=False)
 
-    health = _add(commands, "doctor", _doctor, "what works in this environment, and what to do about the rest")
+    health = add_command(commands, "doctor", _doctor, "what works in this environment, and what to do about the rest")
     health.add_argument(
         "--engine-interface",
         metavar="WHEEL",
         help="instead: does the adapter fit this release of its engine? a wheel, a folder or an installed distribution",
     )
 
-    status = _add(commands, "status", _operate, "ask an instance for its open transfers and counters")
-    drain = _add(commands, "drain", _operate, "let an instance finish its transfers and take no new ones")
-    release = _add(commands, "release", _operate, "give back the blocks that a ticket holds")
+    status = add_command(commands, "status", _operate, "ask an instance for its open transfers and counters")
+    drain = add_command(commands, "drain", _operate, "let an instance finish its transfers and take no new ones")
+    release = add_command(commands, "release", _operate, "give back the blocks that a ticket holds")
     for one, verb in ((status, "status"), (drain, "drain")):
         one.add_argument("address", metavar="HOST:PORT", help="control address of one rank (option advertise)")
         one.set_defaults(verb=verb)
@@ -104,34 +104,38 @@ def _parser(further: Sequence[str]) -> argparse.ArgumentParser:
     release.set_defaults(verb="release")
     status.add_argument("--metrics", action="store_true", help="print what its transports did, as Prometheus reads it")
     drain.add_argument(
-        "--grace-s", type=_seconds, default=60.0, metavar="S", help="open transfers may run for S seconds (default 60)"
+        "--grace-s", type=seconds, default=60.0, metavar="S", help="open transfers may run for S seconds (default 60)"
     )
     for one in (status, drain, release):
         one.add_argument(
-            "--timeout-s", type=_seconds, default=10.0, metavar="S", help="longest wait, seconds (default 10)"
+            "--timeout-s", type=seconds, default=10.0, metavar="S", help="longest wait, seconds (default 10)"
         )
 
-    shown = _add(commands, "demo", _demo, "real servers on this machine: are the tokens those of a single instance?")
+    shown = add_command(
+        commands, "demo", _demo, "real servers on this machine: are the tokens those of a single instance?"
+    )
     shown.add_argument("--engine", default="reference", metavar="E", help="whose servers (default reference)")
     shown.add_argument("--mode", choices=("push", "pull", "both"), default="both", help="default both, or what E can")
-    shown.add_argument("--requests", type=_count, default=20, metavar="N", help="for each mode (default 20)")
+    shown.add_argument("--requests", type=count, default=20, metavar="N", help="for each mode (default 20)")
     shown.add_argument("--transport", default="tcp", metavar="NAME", help="what moves the bytes (default tcp)")
     shown.add_argument(
-        "--option", action="append", default=[], type=_pair, metavar="KEY=VALUE", help="of the transport; a TOML value"
+        "--option", action="append", default=[], type=pair, metavar="KEY=VALUE", help="of the transport; a TOML value"
     )
 
-    kept = _add(commands, "up", _up, "a local cluster with a router, kept until Ctrl-C", json=False)
+    kept = add_command(commands, "up", _up, "a local cluster with a router, kept until Ctrl-C", json=False)
     kept.add_argument("--engine", default="reference", metavar="E", help="whose servers (default reference)")
-    kept.add_argument("--prefill", type=_count, default=1, metavar="N", help="prefill servers (default 1)")
-    kept.add_argument("--decode", type=_count, default=1, metavar="N", help="decode servers (default 1)")
+    kept.add_argument("--prefill", type=count, default=1, metavar="N", help="prefill servers (default 1)")
+    kept.add_argument("--decode", type=count, default=1, metavar="N", help="decode servers (default 1)")
     kept.add_argument("--mode", choices=("push", "pull", "auto"), default="auto", help="default auto")
     kept.add_argument(
         "--model", default="", metavar="PATH", help="as the engine takes it (default: a small random one)"
     )
-    kept.add_argument("--port", type=_port, metavar="P", help="the router's (default: any free one)")
+    kept.add_argument("--port", type=port, metavar="P", help="the router's (default: any free one)")
     kept.add_argument("arguments", nargs="*", metavar="-- ARGUMENT", help="more arguments for each engine server")
 
-    router = _add(commands, "router", _router, "one HTTP address in front of prefill and decode instances", json=False)
+    router = add_command(
+        commands, "router", _router, "one HTTP address in front of prefill and decode instances", json=False
+    )
     router.add_argument(
         "--prefill",
         action="append",
@@ -154,7 +158,7 @@ def _parser(further: Sequence[str]) -> argparse.ArgumentParser:
     router.add_argument("--verbose", action="store_true", help="log each choice: mode, instances, and why")
     router.add_argument("--engine", metavar="E", help="whose HTTP dialect (default: OpenAI's as vLLM extends it)")
     router.add_argument("--host", default="127.0.0.1", help="where to listen (default 127.0.0.1)")
-    router.add_argument("--port", type=_port, default=8000, help="default 8000")
+    router.add_argument("--port", type=port, default=8000, help="default 8000")
     router.add_argument("--api-key-file", metavar="FILE", help="ask clients for this key, and show it to the instances")
     router.add_argument("--insecure", action="store_true", help="listen beyond loopback without a key")
     for option, default, text in (
@@ -166,99 +170,16 @@ def _parser(further: Sequence[str]) -> argparse.ArgumentParser:
         ("--drain-s", 20.0, "for open requests when the router is told to stop"),
     ):
         router.add_argument(
-            option, type=_seconds, default=default, metavar="S", help=f"limit {text} (default {default:g})"
+            option, type=seconds, default=default, metavar="S", help=f"limit {text} (default {default:g})"
         )
 
-    router.add_argument("--room", type=_count, default=256, metavar="N", help="open legs at an instance (default 256)")
+    router.add_argument("--room", type=count, default=256, metavar="N", help="open legs at an instance (default 256)")
     router.add_argument(
-        "--queue-limit", type=_count, default=1024, metavar="N", help="requests that wait for room (default 1024)"
+        "--queue-limit", type=count, default=1024, metavar="N", help="requests that wait for room (default 1024)"
     )
 
-    bench = commands.add_parser("bench", help="measure a part of kvx on this machine")
-    benches = bench.add_subparsers(title="benches", metavar="BENCH", required=True)
-    moving = _add(benches, "transport", _bench_transport, "verified copies between two processes, beside baselines")
-    moving.add_argument("--transports", default="tcp", metavar="A,B", help="transports to measure (default tcp)")
-    moving.add_argument("--op", default="read,write", metavar="OPS", help="read, write or both (default read,write)")
-    moving.add_argument("--bytes", type=_count, default=64 << 20, metavar="N", help="bytes per copy (default 64 MiB)")
-    moving.add_argument("--pieces", type=_count, default=1, metavar="N", help="pieces per copy (default 1)")
-    moving.add_argument("--repeat", type=_count, default=10, metavar="N", help="rounds (default 10)")
-    moving.add_argument(
-        "--option",
-        action="append",
-        default=[],
-        type=_pair,
-        metavar="NAME:KEY=VALUE",
-        help="of one of the transports; a TOML value",
-    )
-    planning = _add(benches, "planner", _bench_planner, "pure planning: which bytes of which blocks")
-    planning.add_argument("--blocks", type=_count, default=1024, metavar="N", help="blocks per request (default 1024)")
-    planning.add_argument("--layers", type=_count, default=32, metavar="N", help="layers (default 32)")
-    planning.add_argument("--layout", choices=("fresh", "fragmented", "random"), help="one case instead of all")
-    planning.add_argument("--floors", action="store_true", help="instead: the sizes and cases that have a bar")
-    calls = _add(benches, "callbacks", _bench_callbacks, "what an adapter costs its engine in each step")
-    calls.add_argument("--engine", default="reference", metavar="E", help="whose adapter (default reference)")
-    calls.add_argument("--open", type=int, metavar="N", help="one number of open transfers (default 0, 100 and 10,000)")
-    calls.add_argument("--moving", action="store_true", help="only while 64 MiB loads move (default idle as well)")
-    calls.add_argument("--rounds", type=_count, default=50, metavar="N", help="of 40 steps each (default 50)")
-    handing = _add(benches, "handoff", _bench_handoff, "what part of a transfer a prefill does not hide")
-    handing.add_argument("--transport", default="tcp", metavar="NAME", help="what moves the bytes (default tcp)")
-    handing.add_argument("--layers", type=_count, default=32, metavar="N", help="default 32")
-    handing.add_argument("--bytes", type=_count, default=64 << 20, metavar="N", help="in all (default 64 MiB)")
-    handing.add_argument("--pieces", type=_count, default=1024, metavar="N", help="in all (default 1024)")
-    handing.add_argument("--prefill-ms", type=_count, default=100, metavar="N", help="on a quiet machine (default 100)")
-    handing.add_argument(
-        "--modes", default="pull,pull-thread,push,push-layerwise", metavar="A,B", help="default all four"
-    )
-    handing.add_argument("--repeat", type=_count, default=25, metavar="N", help="rounds (default 25)")
+    bench.add(commands)
     return parser
-
-
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return number
-
-
-def _pair(text: str) -> tuple[str, object]:
-    """`KEY=VALUE`; what is no TOML value is a text."""
-    key, equals, value = text.partition("=")
-    if not key or not equals:
-        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
-    try:
-        return key, tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
-        return key, value
-
-
-def _port(text: str) -> int:
-    number = int(text)
-    if not 0 < number < 65536:
-        raise argparse.ArgumentTypeError(f"{text} is not a port")
-    return number
-
-
-def _seconds(text: str) -> float:
-    number = float(text)
-    if not 0 < number <= 3600:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 3600 seconds")
-    return number
-
-
-def _add(commands: Any, name: str, run: Command, text: str, *, json: bool = True) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
-    if json:
-        report.add_json_argument(parser)
-    parser.set_defaults(run=run)
-    return parser
-
-
-def _emit(arguments: argparse.Namespace, command: str, fields: Mapping[str, Any], lines: Sequence[str]) -> None:
-    """The object where `--json` asks for it, and lines for a person unless it goes to stdout."""
-    if arguments.json is not None:
-        report.write(arguments.json, report.document(command, fields))
-    if arguments.json != "-":
-        print(*lines, sep="\n")
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
@@ -271,7 +192,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
         lines.append(f"{'ok ' if check.ok else 'BAD'}  {check.name:<{width}}  {check.detail}")
         if check.fix:
             lines.append(f"     {'':<{width}}  -> {check.fix}")
-    _emit(arguments, "doctor", {"checks": [asdict(check) for check in checks]}, lines)
+    emit(arguments, "doctor", {"checks": [asdict(check) for check in checks]}, lines)
     return 0 if all(check.ok for check in checks) else 1
 
 
@@ -286,7 +207,7 @@ def _interface(arguments: argparse.Namespace) -> int:
         ),
         "The adapter fits." if verdict.fits else "The adapter does not fit.",
     ]
-    _emit(arguments, "doctor.interface", {**asdict(verdict), "fits": verdict.fits}, lines)
+    emit(arguments, "doctor.interface", {**asdict(verdict), "fits": verdict.fits}, lines)
     return 0 if verdict.fits else 1
 
 
@@ -309,7 +230,7 @@ def _operate(arguments: argparse.Namespace) -> int:
     text = json.dumps(body, indent=2) if body else answer.detail or reason or "done"
     if answer.ok and arguments.verb == "status" and arguments.metrics:
         text = render(families(address, body)).rstrip()
-    _emit(arguments, arguments.verb, {"outcome": outcome}, [text])
+    emit(arguments, arguments.verb, {"outcome": outcome}, [text])
     return 0 if answer.ok else 1
 
 
@@ -318,7 +239,7 @@ def _demo(arguments: argparse.Namespace) -> int:
     transport, section = arguments.transport, dict(arguments.option)
     results = demo.run(arguments.engine, mode, arguments.requests, _say, transport, section)
     fields = {"engine": arguments.engine, "transport": transport, "modes": [result.fields() for result in results]}
-    _emit(arguments, "demo", fields, ["", *demo.table(results), "", demo.verdict(results)])
+    emit(arguments, "demo", fields, ["", *demo.table(results), "", demo.verdict(results)])
     return 0 if all(result.good for result in results) else 1
 
 
@@ -389,82 +310,4 @@ def _ticket_address(text: str) -> str:
     try:
         return wire.parse_ticket(text).grant.address
     except RemoteProtocolError as error:
-        raise ConfigError(str(error)) from error
-
-
-def _bench_transport(arguments: argparse.Namespace) -> int:
-    from kvx.bench import transport
-
-    options: dict[str, dict[str, object]] = {}
-    for name, value in arguments.option:
-        of, _, key = name.rpartition(":")
-        options.setdefault(of, {})[key] = value
-    if unknown := options.keys() - set(arguments.transports.split(",")):
-        raise ConfigError(f"--option is for {', '.join(sorted(unknown)) or 'none'}, which is not in --transports")
-    fields = _measured(
-        transport.run,
-        transports=arguments.transports.split(","),
-        ops=arguments.op.split(","),
-        nbytes=arguments.bytes,
-        pieces=arguments.pieces,
-        repeat=arguments.repeat,
-        options=options,
-    )
-    lines = [
-        f"{row['name']:<15} {row['op']:<6} {row['gbps']['median']:8.2f} GB/s{'' if row['verified'] else ' WRONG BYTES'}"
-        for row in fields["results"]
-    ]
-    lines += [
-        f"{row['name']:<15} {row['op']:<6} {row['median']:8.2f} of the speed of {row['to']}" for row in fields["ratios"]
-    ]
-    _emit(arguments, "bench.transport", fields, lines)
-    return 0 if all(row["verified"] for row in fields["results"]) else 1
-
-
-def _bench_planner(arguments: argparse.Namespace) -> int:
-    from kvx.bench import planner
-
-    cases = (arguments.layout,) if arguments.layout else planner.CASES
-    sizes = {"blocks": arguments.blocks, "layers": arguments.layers, "cases": cases}
-    fields = _measured(planner.floors) if arguments.floors else _measured(planner.run, **sizes)
-    _emit(arguments, "bench.planner", fields, planner.lines(fields))
-    return 0
-
-
-def _bench_callbacks(arguments: argparse.Namespace) -> int:
-    from kvx.bench import callbacks
-
-    fields = _measured(
-        callbacks.run,
-        engine=arguments.engine,
-        opened=callbacks.OPEN if arguments.open is None else (arguments.open,),
-        moving=(True,) if arguments.moving else (False, True),
-        rounds=arguments.rounds,
-    )
-    _emit(arguments, "bench.callbacks", fields, callbacks.lines(fields))
-    return 0 if fields["verified"] else 1
-
-
-def _bench_handoff(arguments: argparse.Namespace) -> int:
-    from kvx.bench import handoff
-
-    fields = _measured(
-        handoff.run,
-        transport=arguments.transport,
-        layers=arguments.layers,
-        nbytes=arguments.bytes,
-        pieces=arguments.pieces,
-        prefill_ms=arguments.prefill_ms,
-        modes=arguments.modes.split(","),
-        repeat=arguments.repeat,
-    )
-    _emit(arguments, "bench.handoff", fields, handoff.lines(fields))
-    return 0 if all(row["verified"] for row in fields["results"]) else 1
-
-
-def _measured(run: Callable[..., Mapping[str, Any]], **sizes: Any) -> Mapping[str, Any]:
-    """A bench's fields; sizes that it cannot work with are the user's mistake."""
-    try:
-        return run(**sizes)
-    except ValueError as error:
         raise ConfigError(str(error)) from error

@@ -24,7 +24,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def test_commands_and_targets_that_pages_name_exist() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    command_line = (ROOT / "kvx/cli.py").read_text(encoding="utf-8")
+    command_line = "".join((ROOT / "kvx" / name).read_text(encoding="utf-8") for name in ("cli.py", "bench/command.py"))
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         for target in re.findall(r"(?:^\$ |`)make ([a-z-]+)", text, re.MULTILINE):
