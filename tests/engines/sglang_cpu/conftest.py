@@ -31,6 +31,8 @@ PAGE = 16
 PAGE_BYTES = 6 * PAGE * 4 * 16 * 4
 """Keys and values of three layers, four heads of 16 float32 each."""
 START_S = 900.0
+RANKS = 2
+"""Most ranks of a server."""
 SWITCH, DROPPING = "switch:switch", "kvx_conformance.faults:dropping"
 OPTIONS = {**SHORT, "max_held_fraction": 1.0}
 """Short bounds, and a pool all of which may be held for transfers."""
@@ -239,13 +241,18 @@ class Bench:
         return {**self.decode_options(), **self.control_options(), "transports": [SWITCH, DROPPING]}
 
 
+_PORTS = iter(random.sample(range(12000, 32000, RANKS), 20000 // RANKS))
+"""Each is drawn once; below those that the system gives to whoever asks, since a start takes long."""
+
+
 def _ports(count: int) -> list[int]:
-    """Free ports below those that the system gives to whoever asks: a start takes long, and SGLang asks for many."""
+    """Ports that are free, as the next ones are, on which further ranks listen."""
     found: list[int] = []
     while len(found) < count:
-        port = random.randrange(12000, 32000)  # noqa: S311
-        with contextlib.closing(socket.socket()) as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
+        port = next(_PORTS)
+        with contextlib.ExitStack() as held, contextlib.suppress(OSError):
+            for own in range(port, port + RANKS):
+                held.enter_context(socket.socket()).bind(("127.0.0.1", own))
             found.append(port)
     return found
 
@@ -283,10 +290,10 @@ class Pair:
 
 @pytest.fixture(scope="session")
 def pair(bench: Bench) -> Pair:
-    radix = "--disaggregation-decode-enable-radix-cache"
+    radix, chunks = "--disaggregation-decode-enable-radix-cache", ("--chunked-prefill-size", "64")
     pair = Pair(
         bench.start("single", None),
-        bench.start("prefill", Role.PRODUCER, "--chunked-prefill-size", "64", **bench.prefill_options()),
+        bench.start("prefill", Role.PRODUCER, *chunks, "--enable-metrics", **bench.prefill_options()),
         bench.start("decode", Role.CONSUMER, radix, **bench.decode_options()),
         bench.start("control", Role.CONSUMER, **bench.control_options()),
     )

@@ -93,6 +93,29 @@ def test_without_the_moved_bytes_every_answer_differs(bench: Any, pair: Any, kee
     assert [row["tokens"] for row in rows if row["equal"]] == []
 
 
+def test_sglangs_own_metrics_tell_of_transfers(bench: Any, pair: Any, keep: Any) -> None:
+    """Those of the prefill server, which takes them from kvx's sender."""
+    (prompt,) = bench.prompts(6, [100])
+    before = transfer_metrics(pair.prefill)
+    assert bench.serve(pair.prefill, pair.decode, bench.completion(prompt)).decode.status == 200
+    # The count of speeds is the last that SGLang adds to.
+    count, size = "sglang:kv_transfer_speed_gb_s_count", "sglang:kv_transfer_total_mb_sum"
+    assert bench.until(lambda: transfer_metrics(pair.prefill).get(count, 0) == before.get(count, 0) + 1, 20)
+    after = transfer_metrics(pair.prefill)
+    keep("sglang_metrics", {"before": before, "after": after})
+    assert (after[size] - before.get(size, 0)) * 2**20 == pytest.approx(pages(len(prompt)) * PAGE_BYTES)
+
+
+def transfer_metrics(server: Any) -> dict[str, float]:
+    """Sums, counts and counters of SGLang's metrics whose names speak of transfers."""
+    found: dict[str, float] = {}
+    for line in server.ask("GET", "/metrics").body["text"].splitlines():
+        name, value = line.partition("{")[0], line.rpartition(" ")[2]
+        if "transfer" in name and name.startswith("sglang:") and not name.endswith("_bucket"):
+            found[name] = found.get(name, 0.0) + float(value)
+    return found
+
+
 def test_both_pools_are_full_at_rest(bench: Any, pair: Any) -> None:
     """SGLang's own check of its pools runs while it is idle, and ends a server that has lost a page."""
     assert bench.until(pair.idle, 30), (pair.prefill.loads(), pair.decode.loads(), pair.decode.status())
