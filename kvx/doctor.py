@@ -6,7 +6,6 @@ installed is no fault: engines live in environments of their own.
 
 from __future__ import annotations
 
-import fnmatch
 import importlib.metadata
 import platform
 import resource
@@ -22,6 +21,7 @@ from kvx.config import Options
 from kvx.core.errors import ConfigError
 from kvx.plugins import Plugins
 from kvx.sockets import try_to_listen
+from kvx.tested import is_tested
 
 MIN_OPEN_FILES = 4096
 """An engine, its HTTP clients and kvx's control and data connections share this limit."""
@@ -72,7 +72,7 @@ def _engines(plugins: Plugins) -> Iterator[Check]:
         version = driver.installed()
         if version is None:
             yield Check(f"engine {name}", True, f"not installed in this environment (tested: {driver.tested})")
-        elif fnmatch.fnmatch(version, driver.tested):
+        elif is_tested(version, driver.tested):
             yield Check(f"engine {name}", True, f"{version} (tested: {driver.tested})")
         else:
             fix = f"install {name} {driver.tested}, or set allow_untested_engine = true"

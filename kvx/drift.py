@@ -8,7 +8,6 @@ that the engine hands in have no class in the adapter's sources; what is used of
 from __future__ import annotations
 
 import ast
-import fnmatch
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -18,6 +17,7 @@ from attrs import frozen
 from kvx import interface
 from kvx.core.errors import ConfigError
 from kvx.interface import Interface, Member, Release, members, statements, syntax
+from kvx.tested import is_tested
 
 _CALLABLE = ("method", "classmethod", "staticmethod", "function")
 _BOUND = ("method", "classmethod")
@@ -48,12 +48,9 @@ class Adapter:
         found = [interface.load(path) for path in self.records.glob("*.json")]
         return sorted(found, key=lambda one: [int(word) for word in one.version.split(".") if word.isdecimal()])
 
-    def is_tested(self, version: str) -> bool:
-        return fnmatch.fnmatchcase(version, self.tested)
-
     def reference(self) -> Interface:
         """The newest recorded interface of a tested version. Raises ConfigError where there is none."""
-        tested = [one for one in self.recorded() if self.is_tested(one.version)]
+        tested = [one for one in self.recorded() if is_tested(one.version, self.tested)]
         if not tested:
             raise ConfigError(f"no interface of {self.engine} {self.tested} is recorded in {self.records}")
         return tested[-1]
@@ -127,8 +124,8 @@ def judge(adapter: Adapter, found: Interface) -> Verdict:
     """Compare with the newest recorded interface of a tested version. Raises ConfigError."""
     reference = adapter.reference()
     differences = tuple(compare(adapter, found, reference))
-    is_tested = adapter.is_tested(found.version)
-    return Verdict(adapter.engine, found.version, adapter.tested, is_tested, reference.version, differences)
+    tested = is_tested(found.version, adapter.tested)
+    return Verdict(adapter.engine, found.version, adapter.tested, tested, reference.version, differences)
 
 
 def examine(adapters: Iterable[Adapter], place: str) -> Verdict:

@@ -31,7 +31,7 @@ FORBIDDEN = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
 PURE = {"kvx", "kvx.core.errors", "kvx.core.events", "kvx.core.model"}
 ADAPTER = PURE | {
     *("kvx.core.layout", "kvx.engine", "kvx.driver", "kvx.dialect", "kvx.instance", "kvx.config", "kvx.tracing"),
-    *("kvx.hookspecs", "kvx.address", "kvx.params", "kvx.used", "kvx.drift"),
+    *("kvx.hookspecs", "kvx.address", "kvx.params", "kvx.used", "kvx.drift", "kvx.tested"),
 }
 BENCH = {"kvx.bench.cache", "kvx.bench.callbacks"}
 """What a driver implements so that `kvx bench callbacks` can drive its adapter; nothing else of an adapter sees it."""

@@ -9,6 +9,7 @@ import pytest
 
 from kvx import drift, interface
 from kvx.drift import Adapter
+from kvx.tested import is_tested
 from kvx_sglang.interface import SGLANG
 from kvx_vllm.interface import VLLM
 
@@ -32,7 +33,7 @@ NOT_THE_ENGINES = {
 @ADAPTERS
 def test_every_recorded_release_of_the_tested_range_fits(adapter: Adapter) -> None:
     reference = adapter.reference()
-    tested = [found for found in adapter.recorded() if adapter.is_tested(found.version)]
+    tested = [found for found in adapter.recorded() if is_tested(found.version, adapter.tested)]
     assert tested
     for found in tested:
         assert [one for one in drift.compare(adapter, found, reference) if one.breaks] == []
