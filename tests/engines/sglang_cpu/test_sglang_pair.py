@@ -96,6 +96,7 @@ def test_without_the_moved_bytes_every_answer_differs(bench: Any, pair: Any, kee
 def test_sglangs_own_metrics_tell_of_transfers(bench: Any, pair: Any, keep: Any) -> None:
     """Those of the prefill server, which takes them from kvx's sender."""
     (prompt,) = bench.prompts(6, [100])
+    assert bench.until(pair.idle, 30), pair.prefill.loads()
     before = transfer_metrics(pair.prefill)
     assert bench.serve(pair.prefill, pair.decode, bench.completion(prompt)).decode.status == 200
     # The count of speeds is the last that SGLang adds to.
