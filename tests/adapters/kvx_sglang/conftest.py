@@ -85,7 +85,7 @@ def _infos(buffers: Sequence[NDArray[np.uint8]]) -> tuple[list[int], list[int], 
     return ([b.ctypes.data for b in buffers], [b.nbytes for b in buffers], [b[0].nbytes for b in buffers])
 
 
-def until(what: str, condition: Callable[[], object], limit: float = 15.0) -> None:
+def until(what: str, condition: Callable[[], object], limit: float = 40.0) -> None:
     end = time.monotonic() + limit
     while time.monotonic() < end:
         if condition():

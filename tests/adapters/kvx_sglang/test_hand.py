@@ -291,7 +291,7 @@ def test_decode_s_pages_are_safe_at_once_where_the_transport_can_forbid(rig: Any
     sender.send(ints(1, 2))
     pair.rig.until("its bytes are under way", lambda: "moving" in str(pair.pm.kvx.snapshot()["open"]))
     receiver.abort()
-    pair.rig.until("its pages are safe", lambda: pair.dm.is_abort_release_safe(receiver.bootstrap_room, 1), 0.5)
+    pair.rig.until("its pages are safe", lambda: pair.dm.is_abort_release_safe(receiver.bootstrap_room, 1), 5)
     gate.unlink()
     pair.fail(sender, receiver)
     pair.clean()

@@ -46,6 +46,11 @@ def open_states(instance: Any) -> set[str]:
     return {state for legs in instance.status()["open"].values() for state in legs}
 
 
+def has_requests(instance: Any) -> bool:
+    """Whether its scheduler has any, in whatever queue."""
+    return any(value for value in instance.loads().values() if isinstance(value, int))
+
+
 @pytest.mark.parametrize("state", ["exposed", "moving", "settling"])
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_an_abort_in_each_state(bench: Any, pair: Any, keep: Any, state: str, side: str) -> None:
@@ -70,7 +75,7 @@ def test_an_abort_in_each_state(bench: Any, pair: Any, keep: Any, state: str, si
             elif side == "decode":
                 assert bench.until(lambda: "exposed" in open_states(pair.decode), 20), pair.decode.status()
             else:
-                time.sleep(0.5)
+                assert bench.until(lambda: has_requests(pair.prefill), 20), pair.prefill.loads()
             aborted = time.monotonic()
             victim.abort(rid)
             time.sleep(0.2)
