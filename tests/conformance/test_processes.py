@@ -69,7 +69,7 @@ def twisted(name: str, *reasons: Reason) -> Scenario:
 
 @pytest.fixture
 def one_try(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvx_conformance.processes.PACES", (1.0,))
+    monkeypatch.setattr("kvx_conformance.processes.PACES", (3.0,))
 
 
 @pytest.mark.usefixtures("one_try")
