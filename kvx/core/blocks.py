@@ -8,10 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 from attrs import define, field
+from numpy.typing import NDArray
 
 from kvx.core.errors import LocalProtocolError
 from kvx.core.model import BlockTable, CacheGroup, Layout, Part
+
+Ints = NDArray[np.int64]
+_FEW = 16
+"""Numbers of which there is one in so many possible ones are sorted, more of them are counted, which is faster."""
 
 
 def check_blocks(layout: Layout, first: Sequence[int], blocks: BlockTable, tokens: int) -> str | None:
@@ -24,18 +30,45 @@ def check_blocks(layout: Layout, first: Sequence[int], blocks: BlockTable, token
         return f"{len(first)} positions and {len(blocks.groups)} block lists for {len(layout.groups)} groups"
     for group, start, ids in zip(layout.groups, first, blocks.groups, strict=True):
         end = _end(group, tokens)
-        if flaw := ids_flaw(ids, layout.num_blocks):
+        try:
+            numbered(ids, layout.num_blocks)
+        except ValueError as flaw:
             return f"groups[{group.index}]: {flaw}"
         if not 0 <= start <= end - len(ids) or (ids and start + len(ids) != end):
             return f"groups[{group.index}]: {len(ids)} blocks from position {start} do not end at {end}"
     return None
 
 
-def ids_flaw(ids: Sequence[int], num_blocks: int) -> str | None:
-    """What is wrong with the block ids of one group, or None."""
-    if ids and not 0 <= min(ids) <= max(ids) < num_blocks:
-        return f"block ids {min(ids)}..{max(ids)} are not all below {num_blocks}"
-    return "a block comes twice" if len(set(ids)) != len(ids) else None
+def numbered(ids: Sequence[int], num_blocks: int) -> Ints:
+    """The block ids of one group. Raises ValueError where one is out of bounds or comes twice."""
+    try:
+        numbers = np.fromiter(ids, np.int64, len(ids))
+    except OverflowError:
+        raise ValueError(f"block ids {min(ids)}..{max(ids)} are not all below {num_blocks}") from None
+    if not len(numbers):
+        return numbers
+    low, high = int(numbers.min()), int(numbers.max())
+    if not 0 <= low <= high < num_blocks:
+        raise ValueError(f"block ids {low}..{high} are not all below {num_blocks}")
+    if len(numbers) * _FEW < high:
+        ordered = np.sort(numbers)
+        twice = bool((ordered[1:] == ordered[:-1]).any())
+    else:
+        present = np.zeros(high + 1, bool)
+        present[numbers] = True
+        twice = int(np.count_nonzero(present)) < len(numbers)
+    if twice:
+        raise ValueError("a block comes twice")
+    return numbers
+
+
+def order(numbers: Ints, many: int) -> Ints:
+    """What sorts these distinct numbers below `many`: by counting where they are not few of them."""
+    if len(numbers) * _FEW < many:
+        return np.argsort(numbers)
+    place = np.full(many, -1)
+    place[numbers] = np.arange(len(numbers))
+    return place[place >= 0]
 
 
 def window(first: Sequence[int], owner: Layout, other: Layout, tokens: int) -> tuple[int, ...]:
@@ -108,8 +141,10 @@ class Coverage:
         added: list[tuple[_Spans, int, int]] = []
         for group, start, ids, whole in zip(groups, part.first, part.blocks.groups, self._groups, strict=True):
             stop = start + len(ids)
-            if flaw := ids_flaw(ids, self.layout.num_blocks):
-                raise LocalProtocolError(f"groups[{group.index}]: {flaw}")
+            try:
+                numbered(ids, self.layout.num_blocks)
+            except ValueError as flaw:
+                raise LocalProtocolError(f"groups[{group.index}]: {flaw}") from flaw
             if not ids:
                 continue
             if not 0 <= start < stop <= _end(group, self.tokens):

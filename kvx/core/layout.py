@@ -13,15 +13,13 @@ from itertools import chain
 
 import numpy as np
 from attrs import field, frozen
-from numpy.typing import NDArray
 
-from kvx.core.blocks import Coverage, check_blocks, ids_flaw, window
+from kvx.core.blocks import Coverage, Ints, check_blocks, numbered, order, window
 from kvx.core.errors import LayoutMismatch, LocalProtocolError
 from kvx.core.model import CacheGroup, Descriptors, LayerSpec, Layout, Packing, Part, Role
 
 __all__ = ["Coverage", "LegPlan", "Pair", "check", "check_blocks", "pairs", "plan_leg", "window"]
 
-Ints = NDArray[np.int64]
 
 MAX_RANKS = 65536
 MAX_POSITION = 2**40
@@ -258,11 +256,12 @@ class _Side:
 
     def lookup(self, part: Part, positions: Ints) -> Ints:
         """Where units of the request lie in the pool, counted in units."""
-        ids = part.blocks.groups[self.group]
-        if flaw := ids_flaw(ids, self.num_blocks):
-            raise LocalProtocolError(f"groups[{self.group}]: {flaw}")
+        try:
+            ids = numbered(part.blocks.groups[self.group], self.num_blocks)
+        except ValueError as flaw:
+            raise LocalProtocolError(f"groups[{self.group}]: {flaw}") from flaw
         block, within = np.divmod(positions, self.grid.ratio)
-        blocks: Ints = np.array(ids, np.int64)[block - part.first[self.group]]
+        blocks: Ints = ids[block - part.first[self.group]]
         return blocks * self.grid.ratio + within
 
     def pieces(self, rows: Ints, units: Ints, counts: Ints) -> Descriptors:
@@ -300,8 +299,9 @@ class _Share:
         rows, positions = self.rows(parts.values()), self.positions(parts)
         units = [self.sides[role].lookup(part, positions) for role, part in parts.items()]
         if (np.diff(units[0]) < 0).any():
-            order = np.argsort(units[0])
-            units = [column[order] for column in units]
+            first = self.sides[next(iter(parts))]
+            ascending = order(units[0], first.num_blocks * first.grid.ratio)
+            units = [column[ascending] for column in units]
         counts = np.ones_like(units[0])
         if len(counts) and all(self.sides[role].dense for role in parts):
             breaks = np.logical_or.reduce([np.diff(column) != 1 for column in units])

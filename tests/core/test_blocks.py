@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvx.core.blocks import numbered, order
 from kvx.core.errors import LocalProtocolError
 from kvx.core.layout import Coverage, check_blocks, window
 from kvx.core.model import BlockTable, CacheGroup, LayerSpec, Layout, Part
@@ -176,3 +178,16 @@ def test_coverage_is_a_set_of_positions(
         )
         assert seen.first() == expected
         assert seen.blocks == len(model["a"] | model["b"]) + len(model["c"])
+
+
+@pytest.mark.parametrize("highest", [40, 40_000], ids=["counted", "sorted"])
+def test_ids_that_are_many_or_few_of_the_possible_ones(highest: int) -> None:
+    ids = [7, highest, 0, 3]
+    assert numbered(ids, highest + 1).tolist() == ids
+    assert order(np.array(ids), highest + 1).tolist() == [2, 3, 0, 1]
+    with pytest.raises(ValueError, match="a block comes twice"):
+        numbered([7, highest, 7], highest + 1)
+    for outside in ([7, highest + 1], [7, -1], [7, 2**63]):
+        with pytest.raises(ValueError, match=f"not all below {highest + 1}"):
+            numbered(outside, highest + 1)
+    assert numbered([], highest).tolist() == []
