@@ -10,9 +10,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from attrs import evolve
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.request import RequestStatus
 
+from kvx.config import Options
 from kvx.core.errors import ConfigError
 from kvx_vllm.layout import (
     FULL_ATTENTION,
@@ -106,10 +108,24 @@ def model_facts(vllm_config: Any, kv_cache_config: Any) -> ModelFacts:
 
 
 def data_parallel(vllm_config: Any) -> tuple[int, int]:
-    """(size, rank). Ranks of a dense model are independent engines for vLLM, and so they are for kvx."""
+    """(size, rank). Ranks of a dense model are independent engines for vLLM, and so they are for kvx.
+
+    Each of these is told that it is alone, and what is left are its index and the port at which all would have met: the
+    size is then the least that it can be.
+    """
     parallel = vllm_config.parallel_config
-    size = int(parallel.data_parallel_size)
-    return size, int(parallel.data_parallel_rank) if size > 1 else 0
+    rank = int(parallel.data_parallel_index)
+    least = 2 if parallel.data_parallel_master_port else 1
+    return max(int(parallel.data_parallel_size), rank + 1, least), rank
+
+
+def own_options(options: Options, vllm_config: Any) -> Options:
+    """Those of this engine core: of several behind one address each is an instance, at the ports behind the last."""
+    _, rank = data_parallel(vllm_config)
+    if rank == 0:
+        return options
+    shifted = options.at_rank(rank * vllm_config.parallel_config.tensor_parallel_size)
+    return evolve(shifted, instance=f"{options.instance}-dp{rank}")
 
 
 def _model(model_config: Any) -> str:

@@ -70,7 +70,8 @@ class KvxConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._options = _or_exit(lambda: Options.load(self._kv_transfer_config.kv_connector_extra_config))
+        given = self._kv_transfer_config.kv_connector_extra_config
+        self._options = _or_exit(lambda: compat.own_options(Options.load(given), vllm_config))
         _or_exit(lambda: check_version(self._options.allow_untested_engine))
         self._handshake: KvxHandshake | None = None
         self._worker_half: WorkerHalf | None = None

@@ -29,8 +29,9 @@ VLLM = Adapter(
         ),
         "vllm.config.model.ModelConfig": ("hf_config", "get_total_num_kv_heads()"),
         "vllm.config.parallel.ParallelConfig": (
-            *("data_parallel_rank", "data_parallel_size", "decode_context_parallel_size"),
-            *("pipeline_parallel_size", "prefill_context_parallel_size", "tensor_parallel_size"),
+            *("data_parallel_index", "data_parallel_master_port", "data_parallel_size"),
+            *("decode_context_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size"),
+            "tensor_parallel_size",
         ),
         "vllm.distributed.parallel_state.GroupCoordinator": ("cpu_group", "rank_in_group", "ranks", "world_size"),
         "vllm.model_executor.layers.attention_layer_base.AttentionLayerBase": ("get_attn_backend()",),

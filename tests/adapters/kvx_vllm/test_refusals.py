@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from attrs import frozen
 
+from kvx.config import Options
 from kvx.core.errors import ConfigError, LayoutMismatch
 from kvx.core.layout import check
 from kvx.core.model import Layout
@@ -241,7 +242,17 @@ def test_a_worker_of_a_server_with_pipeline_or_context_ranks_ends_with_a_sentenc
 def test_data_parallel_ranks_are_instances_of_their_own(model: str) -> None:
     from kvx_vllm import compat
 
-    config = configured(model, data_parallel_size=2)
-    config.parallel_config.data_parallel_rank = 1  # as vLLM tells the second engine core
-    assert compat.data_parallel(config) == (2, 1)
-    assert compat.data_parallel(configured(model)) == (1, 0)
+    options = Options.load({"listen": "127.0.0.1:5700"}, env={})
+    alone = configured(model)
+    assert compat.data_parallel(alone) == (1, 0)
+    assert compat.own_options(options, alone) == options
+    second = configured(model, data_parallel_size=2, tensor_parallel_size=2, distributed_executor_backend="mp")
+    assert compat.data_parallel(second) == (2, 0)
+    second.parallel_config.data_parallel_index = 1
+    assert compat.data_parallel(second) == (2, 1)
+    second.parallel_config.reconfigure_for_independent_dp_rank()  # as the engine core of a dense model does it
+    assert compat.data_parallel(second) == (2, 1)
+    own = compat.own_options(options, second)
+    second.parallel_config.data_parallel_index = 0
+    assert compat.data_parallel(second) == (2, 0)
+    assert (own.listen, own.advertise, own.instance) == ("127.0.0.1:5702", "127.0.0.1:5702", "127.0.0.1:5700-dp1")
