@@ -53,11 +53,11 @@ def servers(bench: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
     given = (*room, "--compilation-config", '{"custom_ops": ["none"]}')
     path = os.pathsep.join((str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")))
 
-    def single(name: str) -> Any:
+    def start(name: str, ranks: int = 1) -> Any:
         transport = {"transports": ["switch:switch"], "switch:switch": {"switch": str(switch / name)}}
-        return bench.start(name, *given, env={"PYTHONPATH": path}, **transport)
+        return bench.start(name, *given, env={"PYTHONPATH": path}, ranks=ranks, **transport)
 
-    made = Servers(single("one"), single("other"), bench.start("two", *given, ranks=2), switch)
+    made = Servers(start("one"), start("other"), start("two", ranks=2), switch)
     bench.cluster.wait_ready(timeout_s=900)
     # The first forward of two ranks takes longer than a transfer waits here: it is had before there are any.
     for instance in (made.one, made.other, made.two):
