@@ -70,8 +70,9 @@ self-test: env ## does the conformance suite find what is broken on purpose? man
 	@mkdir -p $(RUN)
 	.venv/bin/kvx conformance self-test --json $(RUN)/self-test.json --html $(RUN)/self-test.html
 
-soak: env-vllm env-sglang ## requests through a pair of vLLM and one of SGLang; clients leave, servers are killed
+soak: env env-vllm env-sglang ## requests through a router, a pair of vLLM and one of SGLang; clients leave, servers are killed
 	@mkdir -p $(RUN)
+	EVIDENCE=$${EVIDENCE:-$(RUN)} $(PY) $(PYTEST) $(RUN)/soak-router.xml -s -m "soak" tests/router
 	EVIDENCE=$${EVIDENCE:-$(RUN)} $(VLLM) $(PYTEST) $(RUN)/soak.xml -s -m "vllm and soak" tests/engines
 	EVIDENCE=$${EVIDENCE:-$(RUN)} $(SGLANG) $(PYTEST) $(RUN)/soak-sglang.xml -s -m "sglang and soak" tests/engines
 
