@@ -1,7 +1,6 @@
 """Models with a sliding window: in every layer, and in every other one beside full attention.
 
-vLLM's hybrid manager keeps what a window shows, and has its null block in the place of the rest. Without that manager
-it keeps all tokens.
+vLLM's hybrid manager keeps what a window shows, and has its null block in the place of the rest.
 """
 
 from __future__ import annotations
@@ -29,24 +28,22 @@ LENGTHS = [2, 33, 63, 64, 65, 94, 95, 96, 97, 128, 300, 319, 320, 321, 700]
 
 @frozen
 class Case:
-    """A model of `kvx_vllm.tiny_model`, how vLLM is started, and in how many layers it keeps the window alone."""
+    """A model of `kvx_vllm.tiny_model`, and how many of its layers have a window."""
 
     family: str
-    arguments: tuple[str, ...]
     windowed: int
 
     def moved(self, tokens: int) -> int:
-        """Bytes of a prompt. With a window the last token is left to the consumer."""
-        handed = tokens - 1 if self.windowed else tokens
+        """Bytes of a prompt, whose last token is left to the consumer."""
+        handed = tokens - 1
         end = -(-handed // BLOCK)
         begin = max(0, handed - WINDOW + 1) // BLOCK
         return LAYER_BYTES * (LAYERS * end - self.windowed * begin)
 
 
 CASES = {
-    "full and window": Case("mixed", (), 2),
-    "window": Case("window", (), 4),
-    "without the hybrid manager": Case("mixed", ("--disable-hybrid-kv-cache-manager",), 0),
+    "full and window": Case("mixed", 2),
+    "window": Case("window", 4),
 }
 
 
@@ -73,13 +70,13 @@ def tiny_model(make_model: Callable[[str], str], case: Case) -> str:
 
 
 @pytest.fixture(scope="module")
-def pair(bench: Any, case: Case, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+def pair(bench: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     switch = tmp_path_factory.mktemp("switches")
     path = os.pathsep.join((str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")))
 
     def start(name: str) -> Any:
         transport = {"transports": ["switch:switch"], "switch:switch": {"switch": str(switch / name)}}
-        return bench.start(name, *case.arguments, env={"PYTHONPATH": path}, **transport)
+        return bench.start(name, env={"PYTHONPATH": path}, **transport)
 
     made = Pair(start("prefill"), start("decode"), switch)
     bench.cluster.wait_ready(timeout_s=480)
@@ -101,7 +98,7 @@ def test_tokens_are_those_of_a_single_vllm(bench: Any, case: Case, pair: Pair, k
         served = bench.serve(pair.prefill, pair.decode, body, mode)
         row = {"tokens": len(prompt), "equal": served.decode.tokens == pair.prefill.post(body).tokens}
         rows.append({**row, **served.decode.kvx, "expected_bytes": case.moved(len(prompt))})
-    keep(f"vllm_window_{case.family}_{case.windowed}_{mode.value}", rows)
+    keep(f"vllm_window_{case.family}_{mode.value}", rows)
     assert [(row["equal"], row["ok"], row["computed_tokens"]) for row in rows] == [(True, True, 1)] * len(LENGTHS)
     assert [row["bytes"] for row in rows] == [row["expected_bytes"] for row in rows]
 
