@@ -160,6 +160,10 @@ class Crew:
         for learner in waiting:
             learner.learnt(error)
 
+    def keeps_unused(self, used: set[str]) -> bool:
+        """Whether an agent waits to be forgotten."""
+        return not self._known.keys() <= used
+
     def forget_unused(self, used: set[str], now: float) -> None:
         """Agents of peers that have left are removed after a while."""
         for name, known in list(self._known.items()):

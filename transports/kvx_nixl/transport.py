@@ -258,13 +258,15 @@ class NixlTransport:
             self._replace_agent(f"NIXL has not returned from {hung}")
         elif stale:
             self._replace_agent(f"operations to {stale[0]} are in doubt")
-        used = {link.agent for link in self._all_links() if link.connection is not None or link.flying}
         for name, visitor in list(self._visitors.items()):
             if visitor.connection is None and now - visitor.left_at > self.options.handshake_s:
                 self._forget(name)
-            else:
-                used.add(visitor.agent)
-        self._crew.forget_unused(used, now)
+        self._crew.forget_unused(self._used(), now)
+
+    def _used(self) -> set[str]:
+        """Agents of peers with which anything is open."""
+        links = {link.agent for link in self._all_links() if link.connection is not None or link.flying}
+        return links | {visitor.agent for visitor in self._visitors.values()}
 
     def _forget(self, name: str) -> None:
         visitor = self._visitors.pop(name)
@@ -285,6 +287,7 @@ class NixlTransport:
             self._board.waiting
             or any(visitor.connection is None or visitor.awake for visitor in self._visitors.values())
             or self._crew.busy
+            or self._crew.keeps_unused(self._used())
         )
 
     # ------------------------------------------------------------ who calls

@@ -201,6 +201,21 @@ def test_a_start_of_a_peer_has_agents_of_its_own(make: Any, pump: Any) -> None:
     assert len(names) == 2
 
 
+@pytest.mark.parametrize("stays", ["initiator", "target"])
+def test_the_agent_of_a_peer_that_has_left_is_forgotten_while_nothing_moves(
+    make: Any, pump: Any, monkeypatch: Any, stays: str
+) -> None:
+    monkeypatch.setattr("kvx_nixl.crew._UNUSED_S", 0.5)
+    initiator, target = make("a", handshake_s=1.0), make("b", handshake_s=1.0)
+    initiator.know(target)
+    works(pump, initiator, target, 1)
+    left, here = (target, initiator) if stays == "initiator" else (initiator, target)
+    assert here.transport._crew._known
+    left.transport.close()
+    pump(here, until=lambda: not here.transport._crew._known)
+    assert not here.transport._busy()
+
+
 def test_an_agent_that_has_met_all_it_can_is_replaced_in_time(make: Any, pump: Any, monkeypatch: Any) -> None:
     """LIBFABRIC gives each agent a number of 8 bits, and none to the 256th."""
     initiator = make("a")
