@@ -19,6 +19,7 @@ NOT_THE_ENGINES = {
         *("Tensor", "backends", "broadcast", "compile", "cpu", "data_ptr", "device", "distributed", "dtype"),
         *("element_size", "get_cpu_capability", "int64", "item", "nbytes", "shape", "storage_offset", "stride"),
         *("tensor", "to_dict", "untyped_storage", "dumps", "hexdigest", "match", "randbits", "sha256"),
+        *("at_rank", "instance"),  # of kvx's options
     },
     "sglang": {
         *("KvxBootstrapServer", "KvxManager", "KvxReceiver", "KvxSender", "randbits"),
@@ -27,7 +28,7 @@ NOT_THE_ENGINES = {
         *("attn_tp_group", "device", "num_dp_ranks", "name", "value"),
     },
 }
-"""Attributes that the compat modules take from elsewhere: torch, numpy, transformers, Python, the adapter itself."""
+"""Attributes that the compat modules take from elsewhere: torch, numpy, transformers, Python, kvx, the adapter."""
 
 
 @ADAPTERS
