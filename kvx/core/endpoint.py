@@ -38,6 +38,7 @@ from kvx.core.lifecycle import Transfers
 from kvx.core.machine import State
 from kvx.core.messages import Ack, Command, Hello
 from kvx.core.model import (
+    MAX_TRANSFER_ID,
     Capabilities,
     InstanceInfo,
     Reason,
@@ -45,6 +46,8 @@ from kvx.core.model import (
 )
 from kvx.core.peer_messages import PeerMessages
 from kvx.core.peers import Fact, Peers
+
+_WITHDRAWN = "withdrawn by its router"
 
 
 class Endpoint:
@@ -227,13 +230,21 @@ class Endpoint:
         return True, "released"
 
     def _withdraw(self, transfer: str, now: float) -> tuple[bool, str]:
-        """A router takes a push back: its consumer has never had the request, and would not say so."""
+        """A router takes a push back: its consumer has never had the request, and would not say so.
+
+        The word may overtake this side's engine, which then begins what nobody else will: it is remembered.
+        """
         t = self._transfers.open.get(transfer)
+        if not 1 <= len(transfer) <= MAX_TRANSFER_ID:
+            return False, f"a transfer's id has 1 to {MAX_TRANSFER_ID} characters, not {len(transfer)}"
+        if t is None and self._transfers.tombstones.get(transfer) is None:
+            known = self._messages.remember(transfer, Reason.ABORTED, _WITHDRAWN, now)
+            return known, "it will not begin" if known else "there is no room to remember it"
         if t is None or t.failed or not t.initiates:
-            return False, "the transfer is over or unknown"
+            return False, "the transfer is over or another one"
         if any(leg.grant is not None for leg in t.legs):
             return False, "its consumer has granted blocks"
-        self._transfers.fail(t, Reason.ABORTED, "withdrawn by its router", now)
+        self._transfers.fail(t, Reason.ABORTED, _WITHDRAWN, now)
         self._transfers.settle(t, now)
         return True, "withdrawn"
 

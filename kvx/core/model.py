@@ -18,7 +18,9 @@ from numpy.typing import NDArray
 
 InstanceId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 """Name of one engine core, the same after a restart (by default its control address)."""
-TransferId = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+MAX_TRANSFER_ID = 128
+"""Characters of a transfer's id."""
+TransferId = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_TRANSFER_ID)]
 """Drawn anew for each attempt; never an engine's request id."""
 Epoch = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 """63 random bits, one per start of an instance, shared by all its processes. Epochs have no order."""

@@ -73,7 +73,7 @@ class PeerMessages:
         if refusal is not None:
             # This very grant may come again when there is room: Stopped frees its blocks, so it stays refused.
             known = stone is not None or refusal[0] is not Reason.NO_CAPACITY
-            if known or self._remember(grant.transfer, *refusal, now):
+            if known or self.remember(grant.transfer, *refusal, now):
                 self._peers.send(peer, Stopped(grant.transfer, *refusal))
             return
         if t is None:
@@ -205,7 +205,7 @@ class PeerMessages:
             stone = self._transfers.tombstones.get(message.transfer)
             detail = message.detail or f"revoked by {peer}"
             # An abort that is not known here has overtaken its grant, or this side's engine.
-            if stone is not None or self._remember(message.transfer, message.reason, detail, now):
+            if stone is not None or self.remember(message.transfer, message.reason, detail, now):
                 self._peers.send(peer, Stopped(message.transfer, message.reason))
             return
         if not t.initiates:
@@ -228,7 +228,7 @@ class PeerMessages:
         detail = message.detail or f"stopped by {association.peer}"
         if t is None:
             if self._transfers.tombstones.get(message.transfer) is None:
-                self._remember(message.transfer, message.reason, detail, now)
+                self.remember(message.transfer, message.reason, detail, now)
             return
         if t.initiates:
             return
@@ -237,7 +237,7 @@ class PeerMessages:
             self._transfers.fail(t, message.reason, detail, now, leg, Cause.STOPPED)
         self._transfers.settle(t, now)
 
-    def _remember(self, transfer: str, reason: Reason, detail: str, now: float) -> bool:
+    def remember(self, transfer: str, reason: Reason, detail: str, now: float) -> bool:
         """The end of a transfer never heard of. False where there is no room for it: then it must not be answered,
         since Stopped frees blocks for ever; the peer asks again, and waits or quarantines them meanwhile.
         """

@@ -53,12 +53,12 @@ def test_a11_a_ticket_that_was_taken_up_is_not_given_back() -> None:
     assert (p.outcome().ok, d.outcome().ok) == (True, True)
 
 
-def withdraw(p: Node) -> bool:
-    """What a producer answers to a router that takes the push `t` back."""
+def withdraw(p: Node, transfer: str = "t") -> bool:
+    """What a producer answers to a router that takes a push back."""
     p.put(PeerUp(90, None))
     nonce = secrets.token_bytes(16)
-    proof = wire.command_proof(b"", p.endpoint.peers.handshakes.links[90].nonce, "withdraw", "t", nonce)
-    p.put(Received(90, Envelope(1, 0, p.info.epoch, Command("withdraw", "t", nonce, proof))))
+    proof = wire.command_proof(b"", p.endpoint.peers.handshakes.links[90].nonce, "withdraw", transfer, nonce)
+    p.put(Received(90, Envelope(1, 0, p.info.epoch, Command("withdraw", transfer, nonce, proof))))
     (ack,) = (ack for ack in p.sent(Ack) if isinstance(ack, Ack))
     return ack.ok
 
@@ -82,12 +82,32 @@ def test_a14_a_push_whose_consumer_is_there_goes_on() -> None:
     assert (p.outcome().ok, d.outcome().ok) == (True, True)
 
 
-def test_a14_a_pull_and_an_unknown_transfer_are_not_withdrawn() -> None:
+def test_a14_a_push_that_is_withdrawn_before_its_engine_begins_it_ends_when_it_begins() -> None:
+    """The router's word is faster than an engine whose request ends in the moment in which its client leaves."""
     net = Net()
-    p, d, _ = exposed(net)
+    p, d = net.pair()
+    assert withdraw(p)
+    p.put(stage(5, 6))
+    assert (p.outcome().reason, p.released()) == (Reason.ABORTED, 1)
+    d.put(expose(1, 2))
+    net.flow()
+    assert (d.outcome().reason, d.released()) == (Reason.ABORTED, 1)
+    assert p.states() == d.states() == []
+
+
+def test_a14_a_pull_is_not_withdrawn() -> None:
+    net = Net()
+    p, _, _ = exposed(net)
     assert not withdraw(p)
-    assert not withdraw(d)
     assert p.states() == ["exposed"]
+
+
+@pytest.mark.parametrize("transfer", ["", "t" * 129])
+def test_a14_what_is_no_id_is_not_remembered(transfer: str) -> None:
+    net = Net()
+    p, _ = net.pair()
+    assert not withdraw(p, transfer)
+    assert p.endpoint.snapshot()["tombstones"] == 0
 
 
 def test_b3_each_rank_that_aborts_gets_its_own_answer() -> None:

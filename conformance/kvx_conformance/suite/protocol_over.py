@@ -194,8 +194,8 @@ def release(context: Context) -> None:
 @case(
     "KVX-DRN-004",
     "withdraw",
-    "A router withdraws a push that no consumer has granted blocks for: it ends. One that is granted, one of a "
-    "target's, and one that is unknown are refused.",
+    "A router withdraws a push that no consumer has granted blocks for: it ends, and one that the engine has not begun "
+    "ends when it begins. One that is granted, one of a target's, and one that is over are refused.",
     needs=WRITE,
 )
 def withdraw(context: Context) -> None:
@@ -205,9 +205,12 @@ def withdraw(context: Context) -> None:
     context.check(encounter.command("withdraw", "lonely").ok, "it is refused")
     lonely.hand_over()
     encounter.fails("lonely", Reason.ABORTED)
+    context.check(encounter.command("withdraw", "early").ok, "it is refused before it has begun")
+    encounter.facing("early", Mode.PUSH, Side.INITIATOR).hand_over()
+    encounter.fails("early", Reason.ABORTED)
     granted = encounter.facing("granted", Mode.PUSH, Side.INITIATOR).to(Step.GRANTED)
     target = encounter.facing("target", Mode.PUSH, Side.TARGET).to(Step.EXPOSED)
-    for name in ("granted", "target", "lonely", "nobody"):
+    for name in ("granted", "target", "lonely", "early"):
         context.check(not encounter.command("withdraw", name).ok, f"the push {name!r} is withdrawn")
     for facing in (granted, target):
         facing.well()
