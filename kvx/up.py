@@ -92,7 +92,7 @@ class Site:
     def router(
         self, name: str, prefill: Sequence[Node], decode: Sequence[Node], mode: Mode | None, port: int | None = None
     ) -> Child:
-        """Start a router in front of these; without `port` on any free one."""
+        """Start a router in front of these; without `port` on any free one. It is ready when it knows all of them."""
         port = port or free_ports(1)[0]
         command = [sys.executable, "-m", "kvx", "router", "--port", str(port), "--engine", self.name]
         command += ["--mode", mode.value if mode else "auto"]
@@ -100,7 +100,8 @@ class Site:
             command += ["--prefill", f"{node.url}={node.address}" if node.address else node.url]
         for node in decode:
             command += ["--decode", node.url]
-        launch = Launch(tuple(command), {"KVX_SECRET_FILE": str(self.secret_file)}, "/health")
+        ready = f"/health?prefill={len(prefill)}&decode={len(decode)}"
+        launch = Launch(tuple(command), {"KVX_SECRET_FILE": str(self.secret_file)}, ready)
         return self.cluster.start(name, launch, f"http://127.0.0.1:{port}")
 
     def wait_ready(self, *children: Child) -> None:

@@ -103,11 +103,19 @@ class Router:
         except web.HTTPException as error:
             return _error(Failure(error.status, "invalid_request_error", error.reason))
 
-    async def _health(self, _: web.Request) -> web.Response:
-        """200 while a request can be served: an instance of each pool serves, and the router is to go on."""
+    async def _health(self, request: web.Request) -> web.Response:
+        """200 while a request can be served: an instance of each pool serves, and the router is to go on.
+
+        A query such as `?prefill=2&decode=3` asks for so many of them.
+        """
         pools = {"prefill": self.dispatcher.pools.prefill, "decode": self.dispatcher.pools.decode}
         serving = {name: sum(instance.serves for instance in pool) for name, pool in pools.items()}
-        return web.json_response(serving, status=200 if all(serving.values()) and not self.stopping else 503)
+        try:
+            least = {name: max(1, int(request.query.get(name, "1"))) for name in pools}
+        except ValueError as error:
+            raise web.HTTPBadRequest(reason="the query says how many: ?prefill=1&decode=1") from error
+        enough = all(serving[name] >= least[name] for name in pools)
+        return web.json_response(serving, status=200 if enough and not self.stopping else 503)
 
     async def _status(self, _: web.Request) -> web.Response:
         settings, dispatcher, pools = self.settings, self.dispatcher, self.dispatcher.pools

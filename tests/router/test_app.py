@@ -340,7 +340,7 @@ def test_push_lets_the_decode_instance_decide(world: Any, fake: Any) -> None:
                 request = asyncio.create_task(w.complete())
                 await w.decode[0].asked.wait()
                 await w.prefill[0].asked.wait()
-                await w.until(lambda w=w: w.router.settings.prefill[0].open == 0)  # P's answer is there
+                await w.until(lambda w=w: w.router.dispatcher.pools.prefill[0].open == 0)  # P's answer is there
                 go_on.set()
                 status, told = await request
                 assert status == expected
@@ -385,7 +385,7 @@ def test_an_instance_that_comes_back_is_used_again_with_its_new_address(
                 assert (answer.status, await answer.json()) == (503, {"prefill": 0, "decode": 1})
             w.prefill[0].address, w.prefill[0].epoch = "127.0.0.1:5999", 2
             await w.prefill[0].start(port)
-            await w.until(lambda: w.router.settings.prefill[0].up)
+            await w.until(lambda: w.router.dispatcher.pools.prefill[0].up)
             assert (await w.complete())[0] == 200
             assert w.decode[0].bodies[-1]["kv_transfer_params"]["kvx"]["from"] == "127.0.0.1:5999"
             (told,) = (await w.status())["prefill"]
@@ -400,7 +400,7 @@ def test_a_restart_between_requests_is_noticed(world: Any, fake: Any, monkeypatc
     async def scenario() -> None:
         async with world(Mode.PUSH, [fake("p")], [fake("d")]) as w:
             w.prefill[0].address, w.prefill[0].epoch = "127.0.0.1:5999", 2
-            await w.until(lambda: w.router.settings.prefill[0].address == "127.0.0.1:5999")
+            await w.until(lambda: w.router.dispatcher.pools.prefill[0].address == "127.0.0.1:5999")
 
     asyncio.run(scenario())
 
@@ -493,7 +493,7 @@ def test_an_address_that_swallows_packets_ends_the_attempt(world: Any, fake: Any
                     filler.setblocking(False)
                     filler.connect_ex(("127.0.0.1", port))
                 await asyncio.sleep(0.1)
-                w.router.settings.prefill[0].url = f"http://127.0.0.1:{port}"
+                w.router.dispatcher.pools.prefill[0].url = f"http://127.0.0.1:{port}"
                 status, told = await w.complete()
                 for filler in fillers:
                     filler.close()
@@ -548,6 +548,27 @@ def test_what_is_no_request_is_refused(world: Any, fake: Any, data: bytes, said:
             async with w.client.post(f"{w.url}/v1/nothing") as answer:
                 assert (answer.status, (await answer.json())["error"]["code"]) == (404, 404)
             assert w.prefill[0].bodies == w.decode[0].bodies == []
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("query", "status"),
+    [
+        ("", 200),
+        ("?prefill=2&decode=1", 200),
+        ("?prefill=3", 503),
+        ("?decode=2", 503),
+        ("?prefill=0&decode=-1", 200),
+        ("?prefill=all", 400),
+    ],
+)
+def test_health_says_whether_so_many_serve(world: Any, fake: Any, query: str, status: int) -> None:
+    async def scenario() -> None:
+        async with world(Mode.PUSH, [fake("p"), fake("q")], [fake("d")]) as w:
+            await w.until(lambda: all(one.up for one in w.router.dispatcher.pools.prefill))
+            async with w.client.get(f"{w.url}/health{query}") as answer:
+                assert answer.status == status
 
     asyncio.run(scenario())
 
