@@ -141,10 +141,11 @@ def _parser(further: Sequence[str]) -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="URL[=HOST:PORT]",
-        help="a prefill instance, as often as there are any; its control address is asked for where it is not given",
+        help="a prefill instance, as often as there are any; its control address is asked for where it is not given; "
+        "http+dns://NAME:PORT means all addresses of a name, also those that come later",
     )
     router.add_argument(
-        "--decode", action="append", default=[], metavar="URL", help="a decode instance, as often as there are any"
+        "--decode", action="append", default=[], metavar="URL", help="the same for decode instances"
     )
     router.add_argument(
         "--pools", metavar="FILE", help="a TOML file with both lists instead, followed while the router runs"
@@ -276,11 +277,10 @@ def _router(arguments: argparse.Namespace) -> int:
     file = settings.PoolFile(Path(arguments.pools)) if arguments.pools else None
     if file is not None and (arguments.prefill or arguments.decode):
         raise ConfigError("--pools names all instances: give either it or --prefill and --decode")
-    prefill, decode = file.read(mode) if file else settings.instances(arguments.prefill, arguments.decode, mode)
+    listing = file.read() if file else settings.Listing(arguments.prefill, arguments.decode)
     driver = found.driver(arguments.engine) if arguments.engine else None
     ready = settings.Settings(
-        prefill=prefill,
-        decode=decode,
+        listing=listing,
         mode=mode,
         modes=settings.able(mode, driver.modes if driver else frozenset(Mode)),
         dialect=driver.dialect if driver else CompletionsDialect(),

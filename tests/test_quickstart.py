@@ -15,7 +15,7 @@ from kvx.config import Options
 from kvx.core.model import BlockTable, Mode
 from kvx.instance import make_ticket, read_ticket
 from kvx.params import Consume, Produce, read_params
-from kvx.router.settings import instances
+from kvx.router.settings import Listing
 
 ROOT = Path(__file__).parent.parent
 FAKES = """
@@ -59,7 +59,7 @@ def test_both_servers_start_with_options_that_work_and_differ(page: str, first: 
 def test_the_router_is_put_in_front_of_both_servers(page: str) -> None:
     (line,) = re.findall(r"^kvx (router .*)$", commands(page), re.MULTILINE)
     given = cli._parser(()).parse_args(shlex.split(line))
-    prefill, decode = instances(given.prefill, given.decode, Mode(given.mode))
+    prefill, decode = Listing(given.prefill, given.decode).instances(Mode(given.mode))
     assert [instance.url for instance in (*prefill, *decode)] == ["http://127.0.0.1:8100", "http://127.0.0.1:8200"]
     assert all(f"--port {instance.url[-4:]}" in commands(page) for instance in (*prefill, *decode))
     assert given.port == 8000

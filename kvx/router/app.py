@@ -128,6 +128,7 @@ class Router:
                 "prefill": [instance.status() for instance in pools.prefill],
                 "decode": [instance.status() for instance in pools.decode],
                 "pool_file": {"path": str(file.path), "error": pools.error} if file else None,
+                "dns": pools.lookups(),
                 "waiting": {"entry": len(dispatcher.entry), "prefilled": len(dispatcher.prefilled)},
                 "modes": [
                     {"mode": mode.value, "reason": reason.value, "requests": count}
@@ -141,6 +142,9 @@ class Router:
         dispatcher = self.dispatcher
         pools = {"prefill": dispatcher.pools.prefill, "decode": dispatcher.pools.decode}
         followed: Samples = [({}, not dispatcher.pools.error)] if self.settings.pool_file else []
+        looked_up = [
+            ({key: one[key] for key in ("pool", "url")}, not one["error"]) for one in dispatcher.pools.lookups()
+        ]
         each = [({"pool": pool, "instance": one.url}, one) for pool, ones in pools.items() for one in ones]
         chosen = [({"mode": mode.value, "reason": reason.value}, n) for (mode, reason), n in dispatcher.modes.items()]
         ends = [({"outcome": end}, self.counters[end]) for end in _ENDS]
@@ -171,6 +175,7 @@ class Router:
                     [(labels, one.resting) for labels, one in each],
                 ),
                 ("kvx_router_pool_file_ok", "gauge", "0: the pools are not what the pool file says.", followed),
+                ("kvx_router_dns_ok", "gauge", "0: the newest lookup of this name has failed.", looked_up),
             ]
         )
         return web.Response(body=text.encode(), headers={"Content-Type": CONTENT_TYPE})

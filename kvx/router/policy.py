@@ -197,7 +197,7 @@ def _pick(
     serving = {one.url: one for one in able}
     if not serving:
         told = "; ".join(f"{one.url}: {one.note or 'no answer'}" for one in candidates)
-        raise NoInstance(f"no {pool} instance can serve this ({told})")
+        raise NoInstance(f"no {pool} instance can serve this ({told or 'none is known'})")
     free = {url for url, one in serving.items() if room is None or one.open < room}
     if not free:
         raise Busy(f"all {len(serving)} {pool} instances have {room} open requests")

@@ -20,7 +20,7 @@ from kvx.core.model import Mode
 from kvx.dialect import CompletionsDialect
 from kvx.driver import Dialect, RequestInfo
 from kvx.router.app import Router
-from kvx.router.settings import Flow, PoolFile, Settings, instances
+from kvx.router.settings import Flow, Listing, PoolFile, Settings
 from kvx.router.upstream import Limits
 
 WAIT_S = 20.0
@@ -56,7 +56,7 @@ class Fake:
     url: str = ""
     _runner: web.AppRunner | None = None
 
-    async def start(self, port: int = 0) -> None:
+    async def start(self, port: int = 0, host: str = "127.0.0.1") -> None:
         app = web.Application(client_max_size=1 << 30)
         app.router.add_get("/health", _health)
         app.router.add_get("/v1/models", _models)
@@ -65,9 +65,9 @@ class Fake:
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await self._runner.setup()
         # Not one of the kernel's choice, which somebody else may be given once this one has stopped.
-        site = web.TCPSite(self._runner, "127.0.0.1", port or free_ports(1)[0])
+        site = web.TCPSite(self._runner, host, port or free_ports(1)[0])
         await site.start()
-        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        self.url = f"http://{host}:{self._runner.addresses[0][1]}"
 
     async def stop(self) -> None:
         if self._runner is not None:
@@ -160,6 +160,7 @@ async def _world(
     api_key: str = "",
     dialect: Dialect | None = None,
     pool_file: Path | None = None,
+    listing: Listing | None = None,
 ) -> AsyncIterator[World]:
     async with AsyncExitStack() as stack:
         for fake in (*prefill, *decode):
@@ -168,11 +169,9 @@ async def _world(
         texts = [f"{fake.url}={fake.address}" if addresses else fake.url for fake in prefill]
         if pool_file is not None:
             _write_pools(pool_file, prefill, decode)
-        pools = instances(texts, [fake.url for fake in decode], mode)
         router = Router(
             Settings(
-                prefill=pools[0],
-                decode=pools[1],
+                listing=listing or Listing(texts, [fake.url for fake in decode]),
                 mode=mode,
                 dialect=dialect or CompletionsDialect(),
                 wish=wish,
@@ -194,7 +193,7 @@ async def _world(
         url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         world = World(url, client, router, prefill, decode)
         if wait:
-            await world.until(lambda: all(one.up for pool in pools for one in pool))
+            await world.until(lambda: all(one.up for one in router.dispatcher.pools.instances))
         yield world
 
 

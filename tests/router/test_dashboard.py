@@ -47,7 +47,10 @@ def of_engines() -> Mapping[str, set[str]]:
 @pytest.fixture
 def of_router(world: Any, fake: Any, tmp_path: Path) -> Mapping[str, set[str]]:
     async def scenario() -> str:
-        async with world(None, [fake("p")], [fake("d")], pool_file=tmp_path / "pools.toml") as w:
+        path = tmp_path / "pools.toml"
+        async with world(None, [fake("p")], [fake("d")], pool_file=path) as w:
+            path.write_text(path.read_text().replace("prefill = [", 'prefill = ["http+dns://localhost:1", '))
+            await w.until(lambda: w.router.dispatcher.pools.names)
             assert (await w.complete())[0] == 200
             async with w.client.get(f"{w.url}/metrics") as answer:
                 return str(await answer.text())

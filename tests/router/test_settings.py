@@ -6,7 +6,7 @@ import pytest
 
 from kvx.core.errors import ConfigError
 from kvx.core.model import Mode
-from kvx.router.settings import check_exposure, instances
+from kvx.router.settings import Listing, check_exposure
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ from kvx.router.settings import check_exposure, instances
 def test_a_prefill_instance_is_asked_for_what_the_operator_did_not_say(
     mode: Mode | None, text: str, address: str | None, probing: bool
 ) -> None:
-    (prefill,), (decode,) = instances([text], ["http://d"], mode)
+    (prefill,), (decode,) = Listing([text], ["http://d"]).instances(mode)
     assert (prefill.address, prefill.probing) == (address, probing)
     assert prefill.url == text.partition("=")[0].rstrip("/")
     assert not decode.probing
@@ -34,7 +34,7 @@ def test_a_prefill_instance_is_asked_for_what_the_operator_did_not_say(
 )
 def test_what_is_no_url_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="is not a URL"):
-        instances(["http://p"], [text], Mode.PULL)
+        Listing(["http://p"], [text])
 
 
 def test_beyond_loopback_needs_a_key_or_the_operator_s_word(tmp_path: Path) -> None:
