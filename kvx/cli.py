@@ -7,9 +7,10 @@ import importlib.metadata
 import json
 import logging
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from attrs import asdict
 
@@ -20,6 +21,7 @@ from kvx.bench import command as bench
 from kvx.config import Options
 from kvx.core import wire
 from kvx.core.errors import ConfigError, KvxError, PluginError, RemoteProtocolError
+from kvx.core.messages import Ack
 from kvx.core.model import Mode
 from kvx.dialect import CompletionsDialect
 from kvx.operator import ask
@@ -28,6 +30,9 @@ from kvx.traffic import families
 
 COMMANDS = "kvx.commands"
 """Entry-point group of further commands: callables `(argv: list[str]) -> int`."""
+
+_LOOK_S = 0.2
+"""Pause between two looks at an instance that is being drained."""
 
 _ABOUT = """\
 kvx moves the KV cache of LLM requests between prefill and decode instances.
@@ -106,6 +111,9 @@ def _parser(further: Sequence[str]) -> argparse.ArgumentParser:
     drain.add_argument(
         "--grace-s", type=seconds, default=60.0, metavar="S", help="open transfers may run for S seconds (default 60)"
     )
+    drain.add_argument(
+        "--wait-s", type=seconds, metavar="S", help="then wait until none is open, S seconds at most (default: do not)"
+    )
     for one in (status, drain, release):
         one.add_argument(
             "--timeout-s", type=seconds, default=10.0, metavar="S", help="longest wait, seconds (default 10)"
@@ -144,9 +152,7 @@ def _parser(further: Sequence[str]) -> argparse.ArgumentParser:
         help="a prefill instance, as often as there are any; its control address is asked for where it is not given; "
         "http+dns://NAME:PORT means all addresses of a name, also those that come later",
     )
-    router.add_argument(
-        "--decode", action="append", default=[], metavar="URL", help="the same for decode instances"
-    )
+    router.add_argument("--decode", action="append", default=[], metavar="URL", help="the same for decode instances")
     router.add_argument(
         "--pools", metavar="FILE", help="a TOML file with both lists instead, followed while the router runs"
     )
@@ -222,10 +228,9 @@ def _operate(arguments: argparse.Namespace) -> int:
         case _:
             address, argument = arguments.address, ""
     answer = ask(address, arguments.verb, argument, secret=secret, timeout_s=arguments.timeout_s)
-    try:
-        body = json.loads(answer.body or "{}")
-    except ValueError as error:
-        raise RemoteProtocolError(f"{address} answered with what is not JSON: {error}") from error
+    if answer.ok and arguments.verb == "drain" and arguments.wait_s is not None:
+        answer = _drained(arguments, secret)
+    body = _body(address, answer)
     reason = answer.reason.value if answer.reason else ""
     outcome = {"ok": answer.ok, "reason": reason, "detail": answer.detail, "body": body}
     text = json.dumps(body, indent=2) if body else answer.detail or reason or "done"
@@ -233,6 +238,29 @@ def _operate(arguments: argparse.Namespace) -> int:
         text = render(families(address, body)).rstrip()
     emit(arguments, arguments.verb, {"outcome": outcome}, [text])
     return 0 if answer.ok else 1
+
+
+def _drained(arguments: argparse.Namespace, secret: bytes) -> Ack:
+    """An instance's status once no transfer is open there. Raises KvxError where one still is after `--wait-s`."""
+    until = time.monotonic() + arguments.wait_s
+    while True:
+        answer = ask(arguments.address, "status", secret=secret, timeout_s=arguments.timeout_s)
+        left = _body(arguments.address, answer).get("open")
+        if not answer.ok or not left:
+            return answer
+        if time.monotonic() >= until:
+            raise KvxError(f"{arguments.address} still has {len(left)} open transfers after {arguments.wait_s:g} s")
+        time.sleep(_LOOK_S)
+
+
+def _body(address: str, answer: Ack) -> dict[str, Any]:
+    try:
+        body = json.loads(answer.body or "{}")
+    except ValueError as error:
+        raise RemoteProtocolError(f"{address} answered with what is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise RemoteProtocolError(f"{address} answered with what is no JSON object")
+    return body
 
 
 def _demo(arguments: argparse.Namespace) -> int:

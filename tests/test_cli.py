@@ -150,6 +150,17 @@ def test_status_release_and_drain_speak_to_an_instance(
     assert document(capsys, "status", options.advertise)["outcome"]["body"]["draining"] is True
 
 
+def test_drain_waits_until_nothing_is_open_or_says_what_is(
+    instance: EngineInstance, options: Options, capsys: pytest.CaptureFixture[str]
+) -> None:
+    instance.put([Expose("t1", Mode.PULL, BlockTable.of([1, 2]), (0,), 32, 60.0)])
+    assert list(document(capsys, "status", options.advertise)["outcome"]["body"]["open"]) == ["t1"]
+    assert cli.main(["drain", options.advertise, "--grace-s", "60", "--wait-s", "0.1"]) == 1
+    assert f"{options.advertise} still has 1 open transfers after 0.1 s" in capsys.readouterr().err
+    told = document(capsys, "drain", options.advertise, "--grace-s", "0.1", "--wait-s", "60")["outcome"]["body"]
+    assert (told["draining"], told["open"]) == (True, {})
+
+
 def test_another_secret_gets_no_answer(
     instance: EngineInstance, options: Options, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
