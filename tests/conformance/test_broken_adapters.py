@@ -9,16 +9,35 @@ import pytest
 from kvx import plugins
 from kvx.core.errors import PluginError
 from kvx.driver import Server
-from kvx_conformance.suite import broken_adapters
 from kvx_conformance.suite.all import CASES
-from kvx_conformance.suite.broken_adapters import BROKEN_ADAPTERS, ENGINE
+from kvx_conformance.suite.broken_adapters import BROKEN_ADAPTERS, CORRECT_ADAPTERS, ENGINE, ROLES
 from kvx_conformance.suite.broken_server import BENDS
+from kvx_conformance.suite.selection import ADAPTER, area
 from kvx_conformance.suite.self_test import Kind, Specimen
 from kvx_conformance.suite.subject import CountsBlocks, CutsOtherwise, ReadsCache, Subject
 
+MODULE = "kvx_conformance.suite.broken_adapters"
+SUBJECTS = {**CORRECT_ADAPTERS, **BROKEN_ADAPTERS}
+
 
 def test_each_bend_is_a_subject() -> None:
-    assert BROKEN_ADAPTERS.keys() == BENDS.keys()
+    assert {name.removesuffix(ROLES) for name in SUBJECTS} == BENDS.keys() | {ENGINE}
+
+
+def test_each_case_of_an_adapter_is_found_by_a_broken_one() -> None:
+    named = {
+        case.id
+        for one in BROKEN_ADAPTERS.values()
+        for case in CASES.values()
+        if case.id in one.proves or case.id.startswith(one.found_by)
+    }
+    assert {case.id for case in CASES.values() if area(case) == ADAPTER} == named
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_servers_have_roles_where_the_name_says_so(name: str) -> None:
+    subject = {ENGINE: CORRECT_ADAPTERS[ENGINE]}.get(name) or Subject("tcp", engine=f"{MODULE}:{name}")
+    assert subject.driver().has_roles is name.endswith(ROLES)
 
 
 @pytest.mark.parametrize("name", BROKEN_ADAPTERS)
@@ -27,7 +46,7 @@ def test_only_a_server_with_kvx_is_bent(name: str) -> None:
     for options in ({"listen": "127.0.0.1:5712"}, None):
         server = Server("folder", 8123, options=options)
         bent, plain = driver.launch(server).command, own.launch(server).command
-        between = ("kvx_conformance.suite.broken_server", name) if options else ()
+        between = ("kvx_conformance.suite.broken_server", name.removesuffix(ROLES)) if options else ()
         assert bent == (sys.executable, "-m", *between, *plain[2:])
 
 
@@ -42,11 +61,11 @@ def test_it_has_all_that_the_engines_own_driver_has(name: str) -> None:
 def test_the_cases_that_have_to_find_it_are_an_adapters(name: str) -> None:
     one = BROKEN_ADAPTERS[name]
     specimen = Specimen(name, one.subject, one.cause, one.found_by, Kind.ADAPTER)
-    for begin in one.found_by:
+    for begin in (*one.found_by, *one.proves):
         found = [case for case in CASES.values() if case.id.startswith(begin)]
         assert found and all(specimen.own(case) for case in found)
 
 
 def test_there_is_no_other_bend() -> None:
     with pytest.raises(PluginError):
-        Subject("tcp", engine=f"{broken_adapters.__name__}:nothing").driver()
+        Subject("tcp", engine=f"{MODULE}:nothing").driver()

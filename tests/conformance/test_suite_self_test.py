@@ -75,6 +75,8 @@ def test_the_broken_are_found_and_the_correct_are_not(modules: tuple[str, ...]) 
     assert content["holds"]
     assert (content["broken"], content["found"], content["correct"]) == (2, 2, 1)
     assert content["cases"] == ["KVX-TRN-001.is-fast", "KVX-TRN-001.is-plain"]
+    assert content["unproven"] == ["KVX-TRN-001.declares-cancel"]
+    assert "1 of the cases that ran turn red on none" in self_test.lines(content)[-1]
     rows = {row["name"]: row for row in content["subjects"]}
     assert [self_test.mark(rows[name], case) for name in rows for case in content["cases"]] == [*"..", *".#", *"h#"]
     assert [len(rows[name]["ran"]) for name in rows] == [3, 3, 3]
@@ -104,6 +106,22 @@ def test_one_that_its_cases_do_not_find_is_bad_even_if_others_do(modules: tuple[
     content = matrix(modules, Specimen("hidden", subject(plain=False), "It is hidden.", ("KVX-TRN-001.declares",)))
     assert (content["holds"], content["found"]) == (False, 0)
     assert "NOT FOUND by its cases" in content["subjects"][0]["word"]
+
+
+@pytest.mark.parametrize(("proves", "holds"), [("is-plain", True), ("is-fast", False)])
+def test_each_case_that_it_proves_has_to_fail(modules: tuple[str, ...], proves: str, holds: bool) -> None:
+    proven = (f"KVX-TRN-001.{proves}",)
+    one = Specimen("crooked", subject(plain=False), "It is bent.", ("KVX-TRN-001.is-plain",), proves=proven)
+    content = matrix(modules, one)
+    (row,) = content["subjects"]
+    assert (content["holds"], row["proves"]) == (holds, list(proven))
+    assert (f"NOT FOUND by {proven[0]}" in row["word"]) is not holds
+
+
+def test_only_the_kinds_that_are_asked_for() -> None:
+    found = self_test.subjects(kinds={self_test.Kind.ADAPTER})
+    assert {one.kind for one in found} == {self_test.Kind.ADAPTER}
+    assert found[0].correct and not found[-1].correct
 
 
 def test_a_correct_one_that_is_found_is_bad(modules: tuple[str, ...]) -> None:

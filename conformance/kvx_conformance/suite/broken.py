@@ -15,3 +15,5 @@ class Broken:
     cause: str
     found_by: tuple[str, ...]
     """Ids of cases, or their beginnings, of which one at least has to fail: those that name the cause."""
+    proves: tuple[str, ...] = ()
+    """Ids of further cases. Each of them has to fail: this is what shows that it can."""

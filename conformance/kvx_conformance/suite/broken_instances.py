@@ -167,6 +167,17 @@ class _ReleasesEarly(Bent):
         return Report(Released(transfer)) in actions
 
 
+class _FreesTheFailed(Bent):
+    """Gives blocks back with the word that their transfer has failed, whoever may still write to them."""
+
+    def bend_one(self, action: Action, now: float) -> list[Action]:
+        if (failed := _failed(action)) is not None:
+            self.marked.add(failed.transfer)
+            return [action, Report(Released(failed.transfer))]
+        news = action.news if isinstance(action, Report) else None
+        return [] if isinstance(news, Released) and news.transfer in self.marked else [action]
+
+
 class _ForgetsGenerations(Bent):
     def bend_one(self, action: Action, now: float) -> list[Action]:
         return [evolve(action, stamp=evolve(action.stamp, generation=0)) if isinstance(action, Post) else action]
@@ -218,6 +229,7 @@ no_keepalive = _opener(_NoKeepalive)
 never_renews = _opener(_NeverRenews)
 frees_without_forbid = _opener(_FreesWithoutForbid)
 releases_early = _opener(_ReleasesEarly)
+frees_the_failed = _opener(_FreesTheFailed)
 forgets_generations = _opener(_ForgetsGenerations)
 fences_nobody = _opener(_FencesNobody)
 
@@ -262,6 +274,12 @@ BROKEN_INSTANCES: Mapping[str, Broken] = dict(
             "It gives blocks back at an abort, before Stopped.",
             "KVX-RVK-001.pinned",
             "KVX-FEN-003.outcome-first",
+            transport=REGION,
+        ),
+        _broken(
+            "frees_the_failed",
+            "It gives blocks back when a transfer has failed, before its writer is proven dead.",
+            "KVX-FEN-002.quarantine",
             transport=REGION,
         ),
     )

@@ -10,14 +10,16 @@ import ctypes
 import runpy
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from unittest import mock
 
 from attrs import evolve
 
 from kvx import instance
 from kvx.config import Options
-from kvx.core.events import Abort, EngineEvent, Expose, Stage
-from kvx.core.model import BlockTable, InstanceInfo, Layout, Mode, News, Outcome, Packing, Region, Released
+from kvx.core.errors import ConfigError, KvxError
+from kvx.core.events import Abort, Claim, EngineEvent, Expose, Stage
+from kvx.core.model import BlockTable, InstanceInfo, Layout, Mode, News, Outcome, Packing, Reason, Region, Released
 from kvx.engine import EngineInstance
 
 _REAL = instance.open_instance
@@ -152,7 +154,54 @@ class _RoundsTheCache(Bent):
         return [news]
 
 
+class _DiesOfFailures(Bent):
+    """Lets a failed transfer end the thread of its engine."""
+
+    def heard(self, news: News) -> list[News]:
+        if isinstance(news, Outcome) and not news.ok:
+            raise KvxError(f"transfer {news.transfer} failed: {news.detail}")
+        return [news]
+
+
+class _StumblesOverItsPredecessor(Bent):
+    """Keeps a file beside the secret while it lives, by its address, and does not start where there is one."""
+
+    def __init__(self, options: Options, layout: Layout, regions: Sequence[Region], *, epoch: int) -> None:
+        self._mine = Path(options.secret_file).with_name(options.listen.replace(":", "-") + ".lock")
+        try:
+            self._mine.touch(exist_ok=False)
+        except FileExistsError as error:
+            raise ConfigError(f"{self._mine.name} is there: somebody lives at {options.listen}") from error
+        super().__init__(options, layout, regions, epoch=epoch)
+
+    def close(self) -> None:
+        super().close()
+        self._mine.unlink()
+
+
+class _TakesTwoAtOnce(Bent):
+    """Withdraws each transfer that it would have beside two others."""
+
+    def __init__(self, options: Options, layout: Layout, regions: Sequence[Region], *, epoch: int) -> None:
+        super().__init__(options, layout, regions, epoch=epoch)
+        self._open: set[str] = set()
+
+    def told(self, event: EngineEvent) -> list[EngineEvent]:
+        if not isinstance(event, Claim):
+            return [event]
+        if len(self._open) >= 2:
+            return [event, Abort(event.transfer, Reason.NO_CAPACITY, ticket=event.ticket, address=event.address)]
+        self._open.add(event.transfer)
+        return [event]
+
+    def heard(self, news: News) -> list[News]:
+        if isinstance(news, Outcome):
+            self._open.discard(news.transfer)
+        return [news]
+
+
 BENDS: Mapping[str, type[Bent]] = {
+    "straight": Bent,
     "calls_failures_good": _CallsFailuresGood,
     "forgets_failures": _ForgetsFailures,
     "keeps_released": _KeepsReleased,
@@ -162,6 +211,9 @@ BENDS: Mapping[str, type[Bent]] = {
     "turns_blocks_round": _TurnsBlocksRound,
     "mistakes_its_layout": _MistakesItsLayout,
     "rounds_the_cache": _RoundsTheCache,
+    "dies_of_failures": _DiesOfFailures,
+    "stumbles_over_its_predecessor": _StumblesOverItsPredecessor,
+    "takes_two_at_once": _TakesTwoAtOnce,
 }
 """By the name that `kvx_conformance.suite.broken_adapters` gives each."""
 

@@ -116,7 +116,8 @@ def _list(options: argparse.Namespace) -> int:
 
 def _self_test(options: argparse.Namespace) -> int:
     _load(options.cases, _exempt(options.exempt))
-    subjects = self_test.subjects(tuple(options.only))
+    kinds = [self_test.Kind(kind) for kind in options.kind] or self_test.Kind
+    subjects = self_test.subjects(tuple(options.only), frozenset(kinds))
     columns = None if options.whole else self_test.columns()
     started = time.monotonic()
     try:
@@ -265,6 +266,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     proof.set_defaults(call=_self_test)
     proof.add_argument("--whole", action="store_true", help="all core cases on each, not only those that find one")
+    proof.add_argument(
+        "--kind",
+        action="append",
+        default=[],
+        choices=[kind.value for kind in self_test.Kind],
+        help="of this kind of subjects (default: of all; may be given again)",
+    )
     proof.add_argument("--html", metavar="FILE", help="write the matrix as a page")
 
     for one in (run, shown):

@@ -53,6 +53,7 @@ class Specimen:
     cause: str = ""
     found_by: tuple[str, ...] = ()
     kind: Kind = Kind.TRANSPORT
+    proves: tuple[str, ...] = ()
 
     @property
     def correct(self) -> bool:
@@ -60,7 +61,7 @@ class Specimen:
 
     def named(self, case: str) -> bool:
         """Whether this case has to find it, alone or with others."""
-        return case.startswith(self.found_by) if self.found_by else False
+        return case in self.proves or (case.startswith(self.found_by) if self.found_by else False)
 
     def own(self, case: Case) -> bool:
         """Whether it is a core case of its kind."""
@@ -77,26 +78,32 @@ class Matrix:
     def fields(self) -> dict[str, Any]:
         """As the JSON has it."""
         subjects = [_row(specimen, run) for specimen, run in self.rows]
-        found = [case for row in subjects for case in row["finds"]]
+        found = {case for row in subjects for case in row["finds"]}
+        asked = {case for row in subjects if row["correct"] for case in row["ran"]}
         return {
             "holds": all(row["holds"] for row in subjects),
             "broken": sum(not row["correct"] for row in subjects),
             "found": sum(row["holds"] for row in subjects if not row["correct"]),
             "correct": sum(row["correct"] for row in subjects),
-            "cases": sorted(set(found)),
+            "cases": sorted(found),
+            "unproven": sorted(asked - found),
             "subjects": subjects,
         }
 
 
-def subjects(only: Sequence[str] = ()) -> list[Specimen]:
-    """All that are shipped, correct ones first, or those whose name contains one of these texts."""
+def subjects(only: Sequence[str] = (), kinds: Collection[Kind] = frozenset(Kind)) -> list[Specimen]:
+    """All that are shipped, correct ones first; of these kinds, and whose name contains one of these texts."""
     found: list[Specimen] = []
     for kind, module in SHIPPED.items():
+        if kind not in kinds:
+            continue
         shipped = importlib.import_module(module)
         correct: Mapping[str, Subject] = getattr(shipped, f"CORRECT_{kind.name}S")
         broken: Mapping[str, Broken] = getattr(shipped, f"BROKEN_{kind.name}S")
         found += [Specimen(name, subject, kind=kind) for name, subject in correct.items()]
-        found += [Specimen(name, one.subject, one.cause, one.found_by, kind) for name, one in broken.items()]
+        found += [
+            Specimen(name, one.subject, one.cause, one.found_by, kind, one.proves) for name, one in broken.items()
+        ]
     chosen = [one for one in found if not only or any(text in one.name for text in only)]
     if not chosen:
         raise ConfigError(f"no subject is called so; there are: {', '.join(one.name for one in found)}")
@@ -169,7 +176,10 @@ def lines(content: Mapping[str, Any]) -> list[str]:
         text += [f"{number:4}  {case}" for number, case in enumerate(columns, 1)]
     clean = all(row["holds"] for row in content["subjects"] if row["correct"])
     found = f"{content['found']} of {content['broken']} broken subjects are found by a case that names the cause"
-    return [*text, "", f"{found}; {content['correct']} correct ones by {'none' if clean else 'SOME'}"]
+    text += ["", f"{found}; {content['correct']} correct ones by {'none' if clean else 'SOME'}"]
+    if content["unproven"]:
+        text.append(f"{len(content['unproven'])} of the cases that ran turn red on none of them (JSON: `unproven`)")
+    return text
 
 
 def mark(row: Mapping[str, Any], case: str) -> str:
@@ -204,6 +214,8 @@ def _row(one: Specimen, run: Run) -> dict[str, Any]:
         for result in sorted(run.results.values(), key=lambda result: result.id)
         if result.verdict is Verdict.FAIL
     }
+    named = any(find["named"] for find in finds.values())
+    missed = [case for case in one.proves if case not in finds]
     broke = sorted(result.id for result in run.results.values() if result.verdict is Verdict.ERROR)
     if run.refused:
         word = f"cannot be tested: {run.refused}"
@@ -211,20 +223,18 @@ def _row(one: Specimen, run: Run) -> dict[str, Any]:
         word = f"the suite itself breaks in {', '.join(broke)}"
     elif one.correct:
         word = f"correct, but {len(finds)} cases find fault" if finds else "correct: no case finds fault"
+    elif missed:
+        word = f"NOT FOUND by {', '.join(missed)}: {one.cause}"
     else:
-        word = one.cause if any(find["named"] for find in finds.values()) else f"NOT FOUND by its cases: {one.cause}"
-    holds = (
-        not run.refused
-        and bool(run.results)
-        and not broke
-        and (not finds if one.correct else any(find["named"] for find in finds.values()))
-    )
+        word = one.cause if named else f"NOT FOUND by its cases: {one.cause}"
+    holds = not run.refused and bool(run.results) and not broke and (not finds if one.correct else named and not missed)
     return {
         "name": one.name,
         "kind": one.kind.value,
         "correct": one.correct,
         "cause": one.cause,
         "found_by": list(one.found_by),
+        "proves": list(one.proves),
         "holds": holds,
         "word": word,
         "ran": sorted(run.results),
