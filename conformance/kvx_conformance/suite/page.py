@@ -16,7 +16,7 @@ _WORDS = {
     Verdict.FAIL: ("FAIL", "the sentence was broken; the detail says how"),
     Verdict.ERROR: ("ERROR", "the suite itself broke; this says nothing of what was tested"),
     Verdict.NOT_EXERCISED: ("NOT EXERCISED", "the case ran, but what it is about did not happen; counts as bad"),
-    Verdict.SKIP_UNDECLARED: ("not declared", "needs a feature that the transport does not declare"),
+    Verdict.SKIP_UNDECLARED: ("not declared", "needs a feature that what was tested does not declare"),
     Verdict.DISABLED: ("left out", "by whoever ran the suite, for the reason given"),
 }
 _INTRODUCTION = (
@@ -35,7 +35,7 @@ _STYLE = """
   --badback: #3d1c1a; } }
 * { box-sizing: border-box; }
 body { margin: 0 auto; max-width: 78rem; padding: 2rem 1.5rem 4rem; background: var(--back); color: var(--ink);
-  font: 15px/1.5 system-ui, sans-serif; }
+  font: 15px/1.5 system-ui, sans-serif; overflow-wrap: break-word; }
 h1 { font-size: 1.5rem; margin: 0 0 .25rem; } h2 { font-size: 1.15rem; margin: 2.2rem 0 .6rem; }
 p { margin: .4rem 0; } .soft { color: var(--soft); }
 code, pre { font: 13px/1.45 ui-monospace, monospace; } pre { overflow-x: auto; white-space: pre-wrap;
@@ -50,7 +50,7 @@ th, td { text-align: left; vertical-align: top; padding: .45rem .6rem; border-bo
 th { color: var(--soft); font-weight: 600; font-size: 13px; }
 td.id { width: 19rem; min-width: 11rem; overflow-wrap: anywhere; }
 td.word { width: 8rem; } td.time, th.time { text-align: right; white-space: nowrap; }
-td.word { white-space: nowrap; font-weight: 600; }
+td.word { white-space: nowrap; font-weight: 600; } td.tried, .card { overflow-wrap: anywhere; }
 .pass { color: var(--good); } .fail, .error, .not_exercised { color: var(--bad); }
 .skip_undeclared { color: var(--none); } .disabled { color: var(--odd); }
 .card { border: 1px solid var(--line); border-left: 4px solid var(--bad);
@@ -61,6 +61,11 @@ body:has(.matrix) { max-width: none; } .matrix { width: auto; font-size: 13px; }
  .matrix td.mark { text-align: center; font-weight: 700; }
 .matrix th.case { writing-mode: vertical-rl; transform: rotate(180deg); font: 12px ui-monospace, monospace;
   vertical-align: bottom; } .named { color: var(--good); } .other { color: var(--soft); }
+@media (max-width: 44rem) { body { padding: 1rem .8rem 3rem; } th, td { padding: .35rem .4rem; }
+  td.word { width: auto; white-space: normal; } .cases, .cases tbody, .cases tr, .cases td { display: block;
+  width: auto; } .cases th { display: none; } .cases tr { padding: .5rem 0; border-bottom: 1px solid var(--line); }
+  .cases td { border: 0; padding: .05rem 0; text-align: left; } .cases td:empty { display: none; }
+  .subject { min-width: 12rem; } }
 """
 
 
@@ -183,13 +188,14 @@ def _table(content: Mapping[str, Any], letters: str) -> str:
         beside += '<br><span class="soft">provisional: not counted</span>' if case["provisional"] else ""
         rows.append(
             f'<tr><td class="id"><code>{escape(case["id"])}</code>{beside}</td><td>{case["level"]}</td>'
-            f'<td>{_text(case["title"])}{detail}<br><span class="soft">{_text(case["sentence"])}</span></td>'
+            f'<td class="tried">{_text(case["title"])}{detail}<br>'
+            f'<span class="soft">{_text(case["sentence"])}</span></td>'
             f'<td class="word {verdict.value}">{_WORDS[verdict][0]}</td>'
             f'<td class="time">{case["seconds"]:.2f} s</td></tr>'
         )
     names = ("id", "level", "what was tried, and the sentence", "verdict")
     head = "<tr>" + "".join(f"<th>{name}</th>" for name in names) + '<th class="time">time</th></tr>'
-    return f'<div class="scroll"><table>{head}{"".join(rows)}</table></div>'
+    return f'<div class="scroll"><table class="cases">{head}{"".join(rows)}</table></div>'
 
 
 def _text(text: str) -> str:
