@@ -265,7 +265,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=_FORM,
     )
     proof.set_defaults(call=_self_test)
-    proof.add_argument("--whole", action="store_true", help="all core cases on each, not only those that find one")
+    proof.add_argument("--whole", action="store_true", help="all core cases on each, in two minutes")
     proof.add_argument(
         "--kind",
         action="append",

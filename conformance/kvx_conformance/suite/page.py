@@ -50,7 +50,9 @@ th, td { text-align: left; vertical-align: top; padding: .45rem .6rem; border-bo
 th { color: var(--soft); font-weight: 600; font-size: 13px; }
 td.id { width: 19rem; min-width: 11rem; overflow-wrap: anywhere; }
 td.word { width: 8rem; } td.time, th.time { text-align: right; white-space: nowrap; }
-td.word { white-space: nowrap; font-weight: 600; } td.tried, .card { overflow-wrap: anywhere; }
+td.word { white-space: nowrap; font-weight: 600; } .cases { table-layout: fixed; }
+.cases th:nth-child(1) { width: 19rem; } .cases th:nth-child(2) { width: 5.5rem; }
+.cases th:nth-child(4) { width: 8.5rem; } .cases th:nth-child(5) { width: 6rem; }
 .pass { color: var(--good); } .fail, .error, .not_exercised { color: var(--bad); }
 .skip_undeclared { color: var(--none); } .disabled { color: var(--odd); }
 .card { border: 1px solid var(--line); border-left: 4px solid var(--bad);
@@ -61,7 +63,7 @@ body:has(.matrix) { max-width: none; } .matrix { width: auto; font-size: 13px; }
  .matrix td.mark { text-align: center; font-weight: 700; }
 .matrix th.case { writing-mode: vertical-rl; transform: rotate(180deg); font: 12px ui-monospace, monospace;
   vertical-align: bottom; } .named { color: var(--good); } .other { color: var(--soft); }
-@media (max-width: 44rem) { body { padding: 1rem .8rem 3rem; } th, td { padding: .35rem .4rem; }
+@media (max-width: 52rem) { body { padding: 1rem .8rem 3rem; } th, td { padding: .35rem .4rem; }
   td.word { width: auto; white-space: normal; } .cases, .cases tbody, .cases tr, .cases td { display: block;
   width: auto; } .cases th { display: none; } .cases tr { padding: .5rem 0; border-bottom: 1px solid var(--line); }
   .cases td { border: 0; padding: .05rem 0; text-align: left; } .cases td:empty { display: none; }
@@ -188,8 +190,7 @@ def _table(content: Mapping[str, Any], letters: str) -> str:
         beside += '<br><span class="soft">provisional: not counted</span>' if case["provisional"] else ""
         rows.append(
             f'<tr><td class="id"><code>{escape(case["id"])}</code>{beside}</td><td>{case["level"]}</td>'
-            f'<td class="tried">{_text(case["title"])}{detail}<br>'
-            f'<span class="soft">{_text(case["sentence"])}</span></td>'
+            f'<td>{_text(case["title"])}{detail}<br><span class="soft">{_text(case["sentence"])}</span></td>'
             f'<td class="word {verdict.value}">{_WORDS[verdict][0]}</td>'
             f'<td class="time">{case["seconds"]:.2f} s</td></tr>'
         )

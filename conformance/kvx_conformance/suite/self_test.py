@@ -38,7 +38,8 @@ SHIPPED = {
 }
 """The modules with the tables BROKEN_... (name to Broken) and CORRECT_... (name to Subject)."""
 BUDGET_S = 30.0
-"""What a broken subject may spend on cases that are not named for it, where not all are asked for."""
+WHOLE_S = 120.0
+"""What a broken subject may spend on cases that are not named for it: usually, and where all are asked for."""
 _FACTOR = 5.0
 _LEAST_S = 3.0
 """On a broken subject a case that is not named hangs after this long, or _FACTOR times what a correct one takes."""
@@ -139,7 +140,7 @@ def perform_all(
         one = specimens_of[id(run)]
         say(f"{result.verdict.value:<15} {result.seconds:6.2f} s  {one.name}: {result.id} {first}")
         spent = sum(other.seconds for other in run.results.values() if not one.named(other.id))
-        if columns is not None and not one.correct and spent > BUDGET_S:
+        if not one.correct and spent > (WHOLE_S if columns is None else BUDGET_S):
             run.waiting.clear()
 
     rows = [(one, Run(one.subject, _chooser(one, beside(one), usual), modules)) for one in specimens]
