@@ -30,7 +30,8 @@ def is_fast(context):
     context.check(True, "")
 
 @case("KVX-TRN-001", "is-plain", "made")
-def is_plain(context): context.check(context.subject.options.get("plain", True), "it is not plain")
+def is_plain(context):
+    context.check(context.subject.options.get("plain", True), f"it is not plain: {context.folder}/log\\nmore")
 
 @case("KVX-TRN-001", "later", "made", profile=Profile.SOAK)
 def later(context): context.check(False, "not asked for")
@@ -78,6 +79,7 @@ def test_the_broken_are_found_and_the_correct_are_not(modules: tuple[str, ...]) 
     assert content["unproven"] == ["KVX-TRN-001.declares-cancel"]
     assert "1 of the cases that ran turn red on none" in self_test.lines(content)[-1]
     rows = {row["name"]: row for row in content["subjects"]}
+    assert rows["crooked"]["finds"]["KVX-TRN-001.is-plain"]["detail"] == "it is not plain: (a folder of this run)"
     assert [self_test.mark(rows[name], case) for name in rows for case in content["cases"]] == [*"..", *".#", *"h#"]
     assert [len(rows[name]["ran"]) for name in rows] == [3, 3, 3]
     text = "\n".join(self_test.lines(content))

@@ -7,6 +7,8 @@ a case that its author has named, a correct one by none.
 from __future__ import annotations
 
 import importlib
+import re
+import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any
@@ -209,9 +211,18 @@ def _chooser(
     return choose
 
 
+def _short(detail: str) -> str:
+    """For a matrix that is kept: the first line, without the folders of this run, which are gone."""
+    return re.sub(rf"{re.escape(tempfile.gettempdir())}/\S+", "(a folder of this run)", detail.partition("\n")[0])[:300]
+
+
 def _row(one: Specimen, run: Run) -> dict[str, Any]:
     finds = {
-        result.id: {"detail": result.detail, "named": one.named(result.id), "hangs": "hangs" in result.detail[:9]}
+        result.id: {
+            "detail": _short(result.detail),
+            "named": one.named(result.id),
+            "hangs": "hangs" in result.detail[:9],
+        }
         for result in sorted(run.results.values(), key=lambda result: result.id)
         if result.verdict is Verdict.FAIL
     }
