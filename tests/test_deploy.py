@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,10 @@ import yaml
 
 from kvx import cli
 from kvx.address import parse_address
+from kvx.cluster import Cluster, free_ports
 from kvx.config import Options
+from kvx.driver import Launch
+from kvx.operator import ask
 from kvx.router.names import is_name
 from kvx.router.pool import LOOK_S
 from kvx.router.settings import Listing
@@ -326,3 +331,60 @@ def test_prefill_instances_are_asked_for_their_control_addresses() -> None:
     (url,) = [url for url, pool in Listing(given.prefill, given.decode).names.items() if pool == "prefill"]
     (one,), _ = Listing(given.prefill, given.decode).instances(None, {url: ["10.1.2.3"]})
     assert (one.url, one.probing) == ("http://10.1.2.3:8000", True)
+
+
+def test_the_compose_file_s_reference_pair_serves_and_drains(tmp_path: Path) -> None:
+    """Its own commands and variables, as processes: each host has a loopback address in place of a network."""
+    (tmp_path / "secret").write_text(SECRET)
+    http, control, front = map(str, free_ports(3))
+    hosts = {"prefill": "127.0.0.2", "decode": "127.0.0.3", "router": "127.0.0.1"}
+
+    def here(text: str, host: str) -> str:
+        places = {"0.0.0.0": hosts[host], "prefill": hosts["prefill"], "decode": hosts["decode"]}
+        changed = {**places, "5700": control, "8000": http, "/run/secrets/kvx": str(tmp_path / "secret")}
+        for old, new in changed.items() if not text.startswith("--") else ():
+            text = text.replace(old, new)
+        return text
+
+    def launch(host: str) -> Launch:
+        service = COMPOSE["services"][host]
+        words = [here(word, host) for word in service["command"]]
+        command = {"python": [sys.executable], "kvx": [sys.executable, "-m", "kvx"]}[words[0]] + words[1:]
+        if host == "router":
+            command += ["--port", front]
+        ready = "/health?prefill=1&decode=1" if host == "router" else "/health"
+        return Launch(tuple(command), {key: here(text, host) for key, text in service["environment"].items()}, ready)
+
+    with Cluster(tmp_path) as cluster:
+        for host, address in hosts.items():
+            cluster.start(host, launch(host), f"http://{address}:{front if host == 'router' else http}")
+        cluster.wait_ready()
+        url = f"http://127.0.0.1:{front}"
+        body = {"model": "random-0", "prompt": list(range(3, 60)), "max_tokens": 4, "temperature": 0}
+        answer = asked(f"{url}/v1/completions", body)
+        assert answer["choices"][0]["text"]
+        addresses = {host: f"{hosts[host]}:{control}" for host in ("prefill", "decode")}
+        moved = 0
+        for address in addresses.values():
+            told = json.loads(ask(address, "status", secret=SECRET.encode(), timeout_s=60).body)
+            moved += told["transports"]["tcp"]["bytes"]
+        assert moved > 0
+        pool = asked(f"{url}/status")
+        assert [one["addresses"] for one in pool["dns"]] == [["127.0.0.2"], ["127.0.0.3"]]
+
+        hook = container(dict(pods("base"))["prefill"])["lifecycle"]["preStop"]["exec"]["command"]
+        drain = hook[2].partition("; ")[0].replace("kvx ", f"{shlex.quote(sys.executable)} -m kvx ", 1)
+        variables = {"KVX_ADVERTISE": addresses["prefill"], "KVX_SECRET": SECRET}
+        done = subprocess.run(
+            [*hook[:2], drain], env=os.environ | variables, capture_output=True, timeout=120, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        told = json.loads(done.stdout)
+        assert (told["draining"], told["open"]) == (True, {})
+
+
+def asked(url: str, body: Mapping[str, Any] | None = None) -> Any:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})  # noqa: S310 - a router of this test
+    with urllib.request.urlopen(request, timeout=60) as answer:  # noqa: S310
+        return json.load(answer)
