@@ -236,7 +236,8 @@ def holds(actor: Actor, snapshot: dict[str, Any], condition: str, transfer: str)
     """Whether a condition that a scenario waits for is met.
 
     outcome, released, offered: this engine was told. rest: kvx has nothing open and owes no word.
-    alone: no peer is connected. Anything else is the state of one of the transfer's legs.
+    alone: no peer is connected. unmoving: no leg moves the transfer's bytes any more, or it is over. Anything else is
+    the state of one of the transfer's legs.
     """
     job = actor.jobs.get(transfer)
     match condition:
@@ -250,5 +251,7 @@ def holds(actor: Actor, snapshot: dict[str, Any], condition: str, transfer: str)
             return not snapshot["open"] and not snapshot["errands"]
         case "alone":
             return not any(snapshot["peers"].values())
+        case "unmoving":
+            return "moving" not in snapshot["open"].get(transfer, ())
         case state:
             return state in snapshot["open"].get(transfer, ())

@@ -134,6 +134,7 @@ ABORTS = (
             *half_way(PUSH),
             Break(Plane.CONTROL, "p", "Stopped", Act.CUT),
             abort("d"),
+            Wait("p", "unmoving"),  # else its bytes may be faster than the word: Done says as much as Stopped
             Heal(),
             Fired(),
             failed("p", R.ABORTED),

@@ -103,7 +103,8 @@ def test_a_broken_engine_over_http(broken: Worker) -> None:
         app = Server(broken, TOKENIZER, "tiny").app()
         async with TestClient(TestServer(app)) as client:
             assert (await client.get("/health")).status == 200
-            streamed = await client.post("/v1/completions", json={"prompt": [5], "max_tokens": 9, "stream": True})
+            endless = {"prompt": [5], "max_tokens": 9, "ignore_eos": True, "stream": True}  # it breaks before it stops
+            streamed = await client.post("/v1/completions", json=endless)
             lines = (await streamed.text()).split("\n\n")
             assert streamed.status == 200
             assert '"code": 500' in lines[-3]
