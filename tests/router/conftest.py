@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
-from attrs import define, field
+from attrs import define, field, frozen
 
 from kvx.cluster import free_ports
 from kvx.config import Options
@@ -58,8 +58,7 @@ class Fake:
     asked: asyncio.Event = field(factory=asyncio.Event)
     left: asyncio.Event = field(factory=asyncio.Event)
     url: str = ""
-    _runner: web.AppRunner | None = None
-    _listener: socket.socket | None = None
+    _served: Served | None = None
 
     async def start(self, port: int = 0, host: str = "127.0.0.1") -> None:
         app = web.Application(client_max_size=1 << 30)
@@ -67,17 +66,14 @@ class Fake:
         app.router.add_get("/v1/models", _models)
         app.router.add_post("/v1/completions", self._complete)
         app.router.add_post("/v1/chat/completions", self._complete)
-        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
-        await self._runner.setup()
-        # Not one of the kernel's choice, which somebody else may be given once this one has stopped.
-        self._listener = await _listen(self._runner, host, port or free_ports(1)[0])
-        self.url = f"http://{host}:{self._runner.addresses[0][1]}"
+        # Not a port of the kernel's choice, which somebody else may be given once this one has stopped.
+        self._served = await Served.begin(app, host, port or free_ports(1)[0])
+        self.url = self._served.url
 
     async def stop(self) -> None:
-        if self._runner is not None:
-            assert self._listener is not None
-            await _end(self._runner, self._listener)
-            self._runner = None
+        if self._served is not None:
+            await self._served.end()
+            self._served = None
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -102,22 +98,36 @@ class Fake:
             raise
 
 
-async def _listen(runner: web.AppRunner, host: str, port: int) -> socket.socket:
-    listener = socket.create_server((host, port))
-    await web.SockSite(runner, listener).start()
-    return listener
+@frozen
+class Served:
+    """An application that listens, until `end`."""
 
+    runner: web.AppRunner
+    listener: socket.socket
 
-async def _end(runner: web.AppRunner, listener: socket.socket) -> None:
-    """Accept no more, let the loop make known what it has accepted, and only then close.
+    @classmethod
+    async def begin(cls, app: web.Application, host: str = "127.0.0.1", port: int = 0) -> Served:
+        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+        await runner.setup()
+        listener = socket.create_server((host, port))
+        await web.SockSite(runner, listener).start()
+        return cls(runner, listener)
 
-    A connection that Python 3.11 has accepted, but not yet attached to its server when that one closes, is never
-    closed: a ResourceWarning, and by that a failure of whichever test the garbage is collected in.
-    """
-    asyncio.get_running_loop().remove_reader(listener.fileno())
-    for _ in range(_TURNS):
-        await asyncio.sleep(0)
-    await runner.cleanup()
+    @property
+    def url(self) -> str:
+        host, port = self.listener.getsockname()
+        return f"http://{host}:{port}"
+
+    async def end(self) -> None:
+        """Accept no more, let the loop make known what it has accepted, and only then close.
+
+        A connection that Python 3.11 has accepted, but not yet attached to its server when that one closes, is never
+        closed: a ResourceWarning, and by that a failure of whichever test the garbage is collected in.
+        """
+        asyncio.get_running_loop().remove_reader(self.listener.fileno())
+        for _ in range(_TURNS):
+            await asyncio.sleep(0)
+        await self.runner.cleanup()
 
 
 async def _health(_: web.Request) -> web.Response:
@@ -207,12 +217,10 @@ async def _world(
                 pool_file=PoolFile(pool_file) if pool_file else None,
             )
         )
-        runner = web.AppRunner(router.app(), handler_cancellation=True, shutdown_timeout=0.1)
-        await runner.setup()
-        stack.push_async_callback(_end, runner, await _listen(runner, "127.0.0.1", 0))
+        served = await Served.begin(router.app())
+        stack.push_async_callback(served.end)
         client = await stack.enter_async_context(aiohttp.ClientSession())
-        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        world = World(url, client, router, prefill, decode)
+        world = World(served.url, client, router, prefill, decode)
         if wait:
             await world.until(lambda: all(one.up for one in router.dispatcher.pools.instances))
         yield world
