@@ -234,9 +234,9 @@ class Endpoint:
 
         The word may overtake this side's engine, which then begins what nobody else will: it is remembered.
         """
-        t = self._transfers.open.get(transfer)
         if not 1 <= len(transfer) <= MAX_TRANSFER_ID:
             return False, f"a transfer's id has 1 to {MAX_TRANSFER_ID} characters, not {len(transfer)}"
+        t = self._transfers.open.get(transfer)
         if t is None and self._transfers.tombstones.get(transfer) is None:
             known = self._messages.remember(transfer, Reason.ABORTED, _WITHDRAWN, now)
             return known, "it will not begin" if known else "there is no room to remember it"

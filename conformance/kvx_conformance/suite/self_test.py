@@ -64,7 +64,7 @@ class Specimen:
 
     def named(self, case: str) -> bool:
         """Whether this case has to find it, alone or with others."""
-        return case in self.proves or (case.startswith(self.found_by) if self.found_by else False)
+        return case in self.proves or case.startswith(self.found_by)
 
     def own(self, case: Case) -> bool:
         """Whether it is a core case of its kind."""
