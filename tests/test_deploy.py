@@ -136,6 +136,14 @@ def test_manifests_follow_kubernetes_schemas(name: str) -> None:
         kubernetes_validate.validate(one, kubernetes_validate.latest_version(), strict=True)
 
 
+def test_prefill_and_decode_differ_in_nothing_but_their_name() -> None:
+    """A request decides what an instance is; each file is whole, for who reads or changes one of them."""
+    prefill, decode = (
+        (KUBERNETES / "base" / f"{name}.yaml").read_text(encoding="utf-8") for name in ("prefill", "decode")
+    )
+    assert prefill.replace("prefill", "decode") == decode
+
+
 def test_a_manifest_that_does_not_is_found() -> None:
     wrong = {**OBJECTS["base"][0], "dada": {}}
     with pytest.raises(kubernetes_validate.ValidationError):
