@@ -78,12 +78,7 @@ CORRECT_ADAPTERS: Mapping[str, Subject] = {
 
 BROKEN_ADAPTERS: Mapping[str, Broken] = dict(
     (
-        _broken(
-            "calls_failures_good",
-            "It tells its engine that a failed load is done.",
-            "KVX-ADP-003.prefill-killed",
-            proves=_modes("KVX-ADP-007.drained"),
-        ),
+        _broken("calls_failures_good", "It tells its engine that a failed load is done.", "KVX-ADP-003.prefill-killed"),
         _broken("forgets_failures", "It never tells its engine that a load has failed.", "KVX-ADP-003.prefill-killed"),
         _broken(
             "keeps_released",
@@ -98,7 +93,7 @@ BROKEN_ADAPTERS: Mapping[str, Broken] = dict(
             "turns_blocks_round",
             "It hands over blocks in the wrong order.",
             "KVX-ADP-001.tokens",
-            proves=_modes("KVX-ADP-001.beginnings"),
+            proves=_modes("KVX-ADP-001.beginnings", "KVX-ADP-007.drained"),
         ),
         _broken(
             "mistakes_its_layout",
@@ -126,8 +121,8 @@ BROKEN_ADAPTERS: Mapping[str, Broken] = dict(
             proves=_modes("KVX-ADP-005.queue"),
         ),
         _broken(
-            f"calls_failures_good{ROLES}",
-            "Its servers have roles, and it tells its engine that a failed load is done.",
+            f"turns_blocks_round{ROLES}",
+            "Its servers have roles, and it hands over blocks in the wrong order.",
             "KVX-ADP-007.drained-roles",
             proves=_modes("KVX-ADP-007.drained-roles"),
         ),
