@@ -183,4 +183,5 @@ def test_the_broken_ones_are_to_be_found_by_cases_that_exist() -> None:
         assert broken.cause.endswith(".")
         for start in broken.found_by:
             assert any(name.startswith(start) for name in ids), start
+        assert set(broken.proves) <= set(ids)
     assert CORRECT_TRANSPORTS["tcp"] == Subject("tcp")

@@ -22,6 +22,7 @@ from kvx.core.model import Descriptors, InstanceInfo, Op, Peer, Region, Stamp
 from kvx.transport import Completion
 from kvx_conformance.faults import Wrapper
 from kvx_conformance.suite.broken import Broken
+from kvx_conformance.suite.broken_declarations import BROKEN_DECLARATIONS
 from kvx_conformance.suite.correct_transports import CORRECT_TRANSPORTS
 from kvx_conformance.suite.subject import Subject
 
@@ -445,4 +446,5 @@ BROKEN_TRANSPORTS: Mapping[str, Broken] = {
     "blocks-in-poll": _broken(BlocksInPoll, "`poll` waits for something to happen.", "KVX-TRN-032.at-rest"),
     "spins": _broken(Spins, "`fileno` is readable all the time.", "KVX-TRN-034.rest"),
     "tells-nobody": _broken(TellsNobody, "`fileno` never becomes readable.", "KVX-TRN-034.told-without-traffic"),
+    **BROKEN_DECLARATIONS,
 }
